@@ -1,0 +1,36 @@
+"""isoloco: training with rare communication, where the step between workers merges their updates.
+
+Importing this package imports no torch: public names are looked up when they are first used (PEP 562).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+# public name -> module that defines it
+_PUBLIC = {
+    "RunConfig": "config",
+    "train": "train",
+    "simulate": "simulate",
+    "OuterOptimizer": "outer",
+    "IsoLoCo": "outer",
+}
+
+__all__ = ["IsoLoCo", "OuterOptimizer", "RunConfig", "__version__", "simulate", "train"]
+
+if TYPE_CHECKING:
+    from .config import RunConfig
+    from .outer import IsoLoCo, OuterOptimizer
+    from .simulate import simulate
+    from .train import train
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
