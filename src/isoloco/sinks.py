@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .config import RunConfig, flat
 
 if TYPE_CHECKING:
-    from .tracking import RunDir
+    from .rundir import RunDir
 
 
 class Sink(Protocol):
@@ -114,9 +114,8 @@ class Wandb:
             )
         except wandb.Error as error:
             first = str(error).strip().split("\n")[0]
-            raise ValueError(
-                f"log.wandb: Weights & Biases did not start: {first}; log in, or set WANDB_MODE=offline"
-            ) from None
+            told = f"Weights & Biases did not start ({first}); run `wandb login`, or set WANDB_MODE=offline"
+            raise ValueError(f"log.wandb: {told}") from None
         # workers run in turn, so that steps go back and forth: the step is a value of its own, not W&B's counter
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
