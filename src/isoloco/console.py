@@ -173,7 +173,7 @@ class Screen:
         grid.add_column(overflow="fold")
         for label, value in rows:
             grid.add_row(Text(self._fit(label)), Text(self._fit(value)))
-        return Padding(grid, (0, 0, 0, indent))
+        return Padding(grid, (0, 0, 0, indent), expand=False)
 
     def _print(self, what: Any, **options: Any) -> None:
         try:

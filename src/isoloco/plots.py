@@ -68,7 +68,8 @@ def overview(run_dir: str | Path) -> Path:
         if by_kind.get("spectra"):
             _draw_spectra(right.subplots(), by_kind["spectra"][-1], (config.get("transform") or {}).get("name"))
         else:
-            _draw_steps(*right.subplots(2, 1, sharex=True), by_kind.get("inner", []))
+            top, bottom = right.subplots(2, 1, sharex=True)
+            _draw_steps(top, bottom, by_kind.get("inner", []))
         return save(figure, run.path / "overview.png")
 
 
@@ -126,11 +127,11 @@ def _draw_spectra(axes: Any, found: dict[str, Any], transform: str | None) -> No
     from matplotlib.lines import Line2D
 
     shown = _spread_out(list(found["matrices"].items()), MATRICES_SHOWN)
-    transformed = any(values.get("after") for _, values in shown)
+    transformed = transform != "none" and any(values.get("after") for _, values in shown)
     largest = 0.0
     legend = []
     for colour, (name, values) in zip(CYCLE, shown, strict=False):
-        for which, dashes in (("before", "--" if transformed else "-"), ("after", "-")):
+        for which, dashes in (("before", "--"), ("after", "-")) if transformed else (("before", "-"),):
             if sigma := values.get(which):
                 x = [i / max(len(sigma) - 1, 1) for i in range(len(sigma))]
                 y = [s if _finite(s) and s > 0 else math.nan for s in sigma]  # a log axis has no place for zero
@@ -139,9 +140,8 @@ def _draw_spectra(axes: Any, found: dict[str, Any], transform: str | None) -> No
         legend.append(Line2D([], [], color=colour, label=_short_name(name)))
     if transformed:
         legend.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.4, label="before"))
-        legend.append(
-            Line2D([], [], color=INK, linewidth=1.4, label=f"after {(transform or 'transform').split(':')[-1]}")
-        )
+        name = (transform or "the transform").rpartition(":")[2]  # of package.module:function
+        legend.append(Line2D([], [], color=INK, linewidth=1.4, label=f"after {name}"))
     axes.set_title(f"Singular values of the mean delta, round {found['round']}")
     axes.set(xlabel="rank (0: largest, 1: smallest)", ylabel="singular value", xlim=(0, 1), yscale="log")
     if not largest:

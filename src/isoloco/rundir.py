@@ -89,7 +89,7 @@ class RunDir:
             self.update(heartbeat_s=time.time())
 
     def write_config(self, config_dict: dict[str, Any], sources: dict[str, str]) -> None:
-        """config.yaml as resolved; ``sources`` (dotted key -> text) says where each value that is no default came from."""
+        """config.yaml as resolved; ``sources`` (dotted key -> text) says where values other than defaults came from."""
         import yaml
 
         lines = [f"isoloco {__version__}; every option as it was resolved"]
@@ -157,7 +157,7 @@ def write_whole(path: Path, text: str) -> None:
 def plain(value: Any, *, nonfinite: dict[str, str] | None = None, place: str = "") -> Any:
     """Data that JSON takes: tensors and numpy numbers unwrapped, tuples as lists, null for NaN and infinity.
 
-    ``nonfinite``, where given, is filled with the place (names and indices joined by "/") and text of each of the latter.
+    ``nonfinite``, where given, is filled with the place (names and indices joined by "/") and text of the latter.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -149,7 +149,8 @@ class Tracker:
         figures = {**self.figures(), **summary}
         self.run_dir.update(summary=figures)
         try:
-            files = [*files, ("overview", overview(self.run_dir.path))]
+            picture = overview(self.run_dir.path)
+            files = [*(file for file in files if Path(file[1]).absolute() != picture), ("overview", picture)]
         except OSError as error:
             self.warn(f"overview.png could not be written: {error.strerror}")
         if self.run_dir.manifest["state"] == "running":
@@ -165,10 +166,10 @@ class Tracker:
         train_s = sum(self._seconds[name] for name in ("inner_s", "reduce_s", "outer_s"))
         return {
             "split": last.get("split"),
-            "best_loss": best.get("loss"),
-            "best_step": best.get("step"),
-            "last_loss": last.get("loss"),
-            "last_step": last.get("step"),
+            "valid_loss_best": best.get("loss"),
+            "valid_loss_best_step": best.get("step"),
+            "valid_loss_last": last.get("loss"),
+            "valid_loss_last_step": last.get("step"),
             "perplexity": last.get("perplexity"),
             "bits_per_byte": last.get("bits_per_byte"),
             "tokens": self._tokens,
@@ -236,9 +237,8 @@ class Tracker:
     def _record(self, kind: str, **fields: Any) -> dict[str, Any]:
         found = record(kind, fields)
         if error := self._metrics.append(found):
-            self.warn(
-                f"metrics.jsonl cannot be written ({error.strerror}); the run goes on, its records wait in memory"
-            )
+            told = f"metrics.jsonl cannot be written ({error.strerror})"
+            self.warn(f"{told}; the run goes on, and its records wait in memory")
         self._note(found)
         self._feed(found)
         self._beat()
@@ -287,14 +287,22 @@ def _final_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         return f"{figures[name]:{form}}{step}" if figures.get(name) is not None else "-"
 
     split = {"valid": "validation", None: "validation"}.get(figures.get("split"), figures.get("split"))
-    sent, received = figures.get("sent_bytes") or 0, figures.get("received_bytes") or 0
+    exchanged = [
+        f"{console.size(figures[name])} {what}"
+        for name, what in (
+            ("wire_bytes_per_worker", "by each worker"),
+            ("sent_bytes", "sent"),
+            ("received_bytes", "received"),
+        )
+        if figures.get(name)
+    ]
     return [
-        (f"{split} loss, best", said("best_loss", at="best_step")),
-        (f"{split} loss, last", said("last_loss", at="last_step")),
+        (f"{split} loss, best", said("valid_loss_best", at="valid_loss_best_step")),
+        (f"{split} loss, last", said("valid_loss_last", at="valid_loss_last_step")),
         ("perplexity", said("perplexity", ".2f")),
         ("bits per byte", said("bits_per_byte")),
         ("tokens", console.count(figures.get("tokens") or 0)),
         ("tokens/s", console.count(figures["tokens_per_s"]) if figures.get("tokens_per_s") else "-"),
-        ("bytes exchanged", f"{console.size(sent)} sent, {console.size(received)} received"),
+        ("bytes exchanged", ", ".join(exchanged) or "none"),
         ("wall time", console.duration(figures.get("wall_s") or 0.0)),
     ]
