@@ -1,4 +1,4 @@
-"""Random numbers by name: a stable hash of whatever identifies them, and a generator keyed by it. No torch at import."""
+"""Random numbers by name: a stable hash of what identifies them, and a generator keyed by it. No torch at import."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def stable_hash(*parts: Part) -> int:
 
 
 def generator(*parts: Part) -> torch.Generator:
-    """A CPU generator keyed by the parts, so that a draw does not depend on who draws it, where, or what was drawn before.
+    """A CPU generator keyed by the parts: a draw does not depend on who draws it, where, or what was drawn before.
 
-    torch keeps the low 32 bits of a CPU seed; the others choose where in that stream it starts, so that keys which agree
-    in 32 bits (one pair in 2**32) still get numbers of their own.
+    torch reads 32 bits of a CPU seed. The rest of the hash chooses one of 1024 places to start from in that stream, so
+    that two keys draw the same numbers once in 2**42 pairs, not once in 2**32.
     """
     import torch
 
