@@ -176,6 +176,10 @@ class Data:
                     "take a model with a larger one, or the data's own tokenizer"
                 )
 
+    def largest_id(self) -> int:
+        """Largest token id of all splits; immediate with a manifest, else every shard is read once."""
+        return max(s.max_id if s.max_id is not None else s.scanned[1] for s in self._shards())
+
     def verify(self) -> None:
         """Read every shard and compare it with the manifest; ValueError names the first that changed."""
         for shard in self._shards():

@@ -1,0 +1,188 @@
+"""Writing tokens: shards that grow in place and can be taken up again, and splits of a number of tokens."""
+
+import heapq
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from .shards import scan
+
+_HEADER_BYTES = 128  # of a one-dimensional .npy, whatever its length: numpy pads the number
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document on its way to a split."""
+
+    key: float
+    """In [0, 1), uniform, from the seed and the text."""
+    index: int
+    """Its place in the source."""
+    text_bytes: int
+    payload: Any
+    """Token ids [tokens]; or pieces of text, where a tokenizer is yet to be trained."""
+    size: int
+    """What a split's size is counted in: tokens with the end of the document, or bytes."""
+
+
+class Held:
+    """The documents with the smallest (or largest) keys that together reach a size, of all that were offered.
+
+    One pass, any order of offers, memory for just these documents: a newcomer with a smaller key drives out the largest ones
+    that are no longer needed to reach the size.
+    """
+
+    def __init__(self, size: float, *, smallest: bool, documents: list[Document] | None = None) -> None:
+        self.size = size
+        self._sign = -1 if smallest else 1  # heapq gives the smallest first: the document to drive out
+        self._heap: list[tuple[float, int, Document]] = []
+        self.total = 0
+        for document in documents or []:
+            self._push(document)
+
+    def offer(self, document: Document) -> list[Document]:
+        """Take a document in; returns those that are out now, maybe this very one."""
+        self._push(document)
+        out = []
+        while self.total - self._heap[0][2].size >= self.size:
+            out.append(heapq.heappop(self._heap)[2])
+            self.total -= out[-1].size
+        return out
+
+    @property
+    def documents(self) -> list[Document]:
+        """What is held, in the order of the source."""
+        return sorted((entry[2] for entry in self._heap), key=lambda document: document.index)
+
+    def _push(self, document: Document) -> None:
+        heapq.heappush(self._heap, (self._sign * document.key, self._sign * document.index, document))
+        self.total += document.size
+
+
+class ShardWriter:
+    """One split on its way to disk: tokens are appended to `SPLIT_NNNNNN.npy.partial`, which gets its name when it is full."""
+
+    def __init__(
+        self, directory: Path, split: str, dtype: str, shard_tokens: int, *, state: dict[str, Any] | None = None
+    ) -> None:
+        self._directory, self._split, self._shard_tokens = directory, split, shard_tokens
+        self._dtype = np.dtype(dtype)
+        state = state or {"documents": 0, "text_bytes": 0, "open_tokens": 0, "shards": []}
+        self.documents: int = state["documents"]
+        self.text_bytes: int = state["text_bytes"]
+        self.shards: list[dict[str, Any]] = list(state["shards"])
+        self._open_tokens: int = state["open_tokens"]
+        self._file: BinaryIO | None = None
+        self._take_up()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were appended so far."""
+        return sum(shard["tokens"] for shard in self.shards) + self._open_tokens
+
+    def append(self, document: Document) -> None:
+        """Add a document; it may go on in the next shard."""
+        ids: np.ndarray = document.payload
+        while len(ids):
+            part = ids[: self._shard_tokens - self._open_tokens]
+            if self._file is None:
+                self._file = self._partial.open("w+b")
+                self._file.write(bytes(_HEADER_BYTES))
+            self._file.write(part.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
+            self._open_tokens += len(part)
+            ids = ids[len(part) :]
+            if self._open_tokens == self._shard_tokens:
+                self.close()
+        self.documents += 1
+        self.text_bytes += document.text_bytes
+
+    def close(self) -> None:
+        """Finish the open shard: header, fsync, its name."""
+        if self._file is None:
+            return
+        self._file.seek(0)
+        header = {"descr": f"<u{self._dtype.itemsize}", "fortran_order": False, "shape": (self._open_tokens,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        assert self._file.tell() == _HEADER_BYTES
+        self._sync()
+        self._file.close()
+        os.replace(self._partial, self._final)
+        digest, largest = scan(self._final)
+        self.shards.append(
+            {
+                "file": self._final.name,
+                "tokens": self._open_tokens,
+                "bytes": self._final.stat().st_size,
+                "max_id": largest,
+                "blake2b": digest,
+            }
+        )
+        self._file, self._open_tokens = None, 0
+
+    def state(self) -> dict[str, Any]:
+        """What it takes to go on from here, as JSON; everything appended is on disk when this returns."""
+        self._sync()
+        return {
+            "documents": self.documents,
+            "text_bytes": self.text_bytes,
+            "open_tokens": self._open_tokens,
+            "shards": self.shards,
+        }
+
+    def abandon(self) -> None:
+        """Let go of the open file, as it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def _final(self) -> Path:
+        return self._directory / f"{self._split}_{len(self.shards):06d}.npy"
+
+    @property
+    def _partial(self) -> Path:
+        return self._final.with_name(self._final.name + ".partial")
+
+    def _sync(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _take_up(self) -> None:
+        # what was written behind the saved state is written again
+        if self._open_tokens:
+            if self._final.exists():  # it was finished, but the state does not know yet
+                os.replace(self._final, self._partial)
+            self._file = self._partial.open("r+b")
+            self._file.truncate(_HEADER_BYTES + self._open_tokens * self._dtype.itemsize)
+            self._file.seek(0, os.SEEK_END)
+        kept = {shard["file"] for shard in self.shards} | ({self._partial.name} if self._open_tokens else set())
+        for path in self._directory.glob(f"{self._split}_*.npy*"):
+            if path.name not in kept:
+                path.unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file in one move: the old one or the new one is there, never half."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable, where the system can."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
