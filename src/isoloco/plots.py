@@ -143,10 +143,11 @@ def _draw_spectra(axes: Any, found: dict[str, Any], transform: str | None) -> No
         name = (transform or "the transform").rpartition(":")[2]  # of package.module:function
         legend.append(Line2D([], [], color=INK, linewidth=1.4, label=f"after {name}"))
     axes.set_title(f"Singular values of the mean delta, round {found['round']}")
-    axes.set(xlabel="rank (0: largest, 1: smallest)", ylabel="singular value", xlim=(0, 1), yscale="log")
+    axes.set(xlabel="rank (0: largest, 1: smallest)", ylabel="singular value", xlim=(0, 1))
     if not largest:
         _say(axes, "the mean delta is zero")
         return
+    axes.set_yscale("log")
     axes.set_ylim(bottom=max(axes.get_ylim()[0], largest / 10**DECADES_SHOWN))
     axes.legend(handles=legend, loc="best")
 
