@@ -115,6 +115,11 @@ class InnerOptimizer:
         muons = (optimizer for optimizer in self.optimizers if isinstance(optimizer, torch.optim.Muon))
         return sum(len(group["params"]) for muon in muons for group in muon.param_groups)
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group, as it stands."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
     def set_lr(self, lr: float) -> None:
         """One learning rate for every group."""
         for optimizer in self.optimizers:

@@ -8,10 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import rules
 from .roles import select
-
-Transform = Callable[[Tensor], Tensor]
+from .rules import Transform, bind_transform
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -50,39 +48,47 @@ class OuterOptimizer(torch.optim.Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         optimizer: Literal["sgd", "adamw"] = "sgd",
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
         weight_decay: float = 0.0,
         transform: str = "none",
         transform_options: Mapping[str, Any] | None = None,
         at: Literal["gradient", "update"] = "gradient",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "optimizer": optimizer,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "transform": transform,
-            "transform_options": dict(transform_options or {}),
-            "at": at,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "optimizer": optimizer}
+        if optimizer == "adamw":
+            if momentum or nesterov:
+                raise ValueError("momentum and nesterov are for optimizer 'sgd'; 'adamw' has betas")
+            defaults |= {"betas": (0.9, 0.999) if betas is None else betas, "eps": 1e-8 if eps is None else eps}
+        elif optimizer == "sgd":
+            if betas is not None or eps is not None:
+                raise ValueError("betas and eps are for optimizer 'adamw'; 'sgd' has momentum")
+            # Only what is used: torch's cyclic schedulers turn betas instead of momentum where both are there.
+            defaults |= {"momentum": momentum, "nesterov": nesterov}
+        else:
+            raise ValueError(f"optimizer: got {optimizer!r}, takes 'sgd' or 'adamw'")
+        defaults |= {"transform": transform, "transform_options": dict(transform_options or {}), "at": at}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options that it leaves out are the optimizer's own."""
+        if param_group.get("optimizer", self.defaults["optimizer"]) != self.defaults["optimizer"]:
+            raise ValueError(f"optimizer: all groups have the same, which is {self.defaults['optimizer']!r} here")
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, options of the groups included, as torch does.
 
-        ValueError where it names a transform by import path that this optimizer does not have: a file runs no code.
+        ValueError where it is another optimizer's state, or names a transform by import path that this one does not
+        have: what is loaded runs no code.
         """
         mine = {group["transform"] for group in self.param_groups}
         for group in state_dict["param_groups"]:
+            if group.get("optimizer") != self.defaults["optimizer"] or "transform" not in group:
+                raise ValueError(
+                    f"the state is not that of an OuterOptimizer with optimizer {self.defaults['optimizer']!r}"
+                )
             if ":" in (name := group["transform"]) and name not in mine:
                 raise ValueError(f"the state names the transform {name!r}: build the optimizer with it, then load")
         super().load_state_dict(state_dict)
@@ -90,12 +96,14 @@ class OuterOptimizer(torch.optim.Optimizer):
     @property
     def passed_through(self) -> list[str]:
         """Names of the parameters of 3 and more dimensions that a transform for matrices leaves as they are."""
+        transforms = [_bind(group) for group in self.param_groups]
+        if not any(transform is not None and transform.needs_matrix for transform in transforms):
+            return []
         return [
             name
-            for group in self.param_groups
-            if (transform := _bind(group)) is not None
+            for group, transform in zip(self.param_groups, transforms, strict=True)
             for name, p in _named(group)
-            if p.ndim > 2 and not _matrices(p, group, transform)
+            if p.ndim > 2 and (transform is None or not _matrices(p, transform))
         ]
 
     @torch.no_grad()
@@ -110,14 +118,14 @@ class OuterOptimizer(torch.optim.Optimizer):
         for group, transform in zip(self.param_groups, transforms, strict=True):
             for name, p in _named(group):
                 if p.grad is not None:
-                    eligible = transform is not None and _matrices(p, group, transform)
+                    eligible = transform is not None and _matrices(p, transform)
                     _step(name, p, self.state, group, transform if eligible else None)
         return loss
 
-    def _count(self, transforms: list[Any]) -> int:
+    def _count(self, transforms: list[Transform | None]) -> int:
         """Matrices to be transformed; ValueError if there are deltas that should be and none can."""
         found = [
-            _matrices(p, group, transform)
+            _matrices(p, transform)
             for group, transform in zip(self.param_groups, transforms, strict=True)
             if transform is not None
             for p in group["params"]
@@ -125,9 +133,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         ]
         if found and not any(found):
             names = ", ".join(sorted({group["transform"] for group in self.param_groups} - {"none"}))
-            raise ValueError(
-                f"transform {names} is for matrices and no delta is one: give it 2-D parameters, or use 'none'"
-            )
+            raise ValueError(f"transform {names} needs matrices and no delta is one: pass 2-D parameters, or 'none'")
         return sum(found)
 
 
@@ -170,7 +176,7 @@ def outer_groups(
     it. ValueError for a pattern that matches nothing, and where nothing is left to transform.
     """
     options = dict(transform_options or {})
-    bound = rules.bind_transform(transform, options)
+    bound = bind_transform(transform, options)
     left_out = select(exclude, roles)
     if bound.needs_matrix:
         left_out |= {name for name, role in roles.items() if role == "vector"}
@@ -178,7 +184,7 @@ def outer_groups(
         raise ValueError(
             f"transform {transform} has no parameter left: exclude takes {', '.join(exclude) or 'nothing'}"
         )
-    turned = set(transposed) if _has_option(transform, "transposed") else set()
+    turned = set(transposed) if "transposed" in bound.options else set()
     parts: dict[str, list[tuple[str, Tensor]]] = {"plain": [], "turned": [], "none": []}
     for name, tensor in named.items():
         parts["none" if name in left_out else "turned" if name in turned else "plain"].append((name, tensor))
@@ -193,24 +199,21 @@ def outer_groups(
 def _check(group: Mapping[str, Any]) -> None:
     """ValueError for options that are out of range or do not fit together."""
     for key in ("lr", "momentum", "weight_decay", "eps"):
-        if not group[key] >= 0:
+        if key in group and not group[key] >= 0:
             raise ValueError(f"{key}: got {group[key]!r}, takes zero or more")
-    if group["optimizer"] not in ("sgd", "adamw"):
-        raise ValueError(f"optimizer: got {group['optimizer']!r}, takes 'sgd' or 'adamw'")
     if group["at"] not in ("gradient", "update"):
         raise ValueError(f"at: got {group['at']!r}, takes 'gradient' (before momentum) or 'update' (after it)")
-    if group["optimizer"] == "adamw" and (group["momentum"] or group["nesterov"]):
-        raise ValueError("momentum and nesterov are for optimizer 'sgd'; 'adamw' has betas")
-    if group["nesterov"] and not group["momentum"]:
+    if group.get("nesterov") and not group["momentum"]:
         raise ValueError("nesterov needs momentum above 0: set momentum, or nesterov=False")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas: got {group['betas']!r}, takes two numbers, each at least 0 and below 1")
+    betas = group.get("betas", (0.0, 0.0))
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas: got {betas!r}, takes two numbers, each at least 0 and below 1")
     _bind(group)
 
 
-def _bind(group: Mapping[str, Any]) -> Any:
+def _bind(group: Mapping[str, Any]) -> Transform | None:
     """The group's transform, or None for "none"."""
-    bound = rules.bind_transform(group["transform"], group["transform_options"])
+    bound = bind_transform(group["transform"], group["transform_options"])
     return None if group["transform"] == "none" else bound
 
 
@@ -219,11 +222,11 @@ def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     return zip(names, group["params"], strict=True)
 
 
-def _matrices(p: Tensor, group: Mapping[str, Any], transform: Any) -> int:
+def _matrices(p: Tensor, transform: Transform) -> int:
     """How many matrices of this parameter the transform changes."""
-    if not transform.needs_matrix or p.ndim == 2:
+    if not transform.needs_matrix or (p.ndim == 2 and p.numel() > 0):
         return 1
-    return p.shape[0] if p.ndim == 3 and group["transform_options"].get("batched") else 0
+    return p.shape[0] if p.ndim == 3 and p.numel() > 0 and transform.options.get("batched") else 0
 
 
 def _step(name: str, p: Tensor, states: Any, group: Mapping[str, Any], transform: Transform | None) -> None:
@@ -267,7 +270,7 @@ def _adamw(
         p.mul_(1 - lr * group["weight_decay"])
     state["exp_avg"].lerp_(delta, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(delta, delta, value=1 - beta2)
-    scale = (state["exp_avg_sq"].sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    scale = state["exp_avg_sq"].sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     if transform is None:
         p.addcdiv_(state["exp_avg"], scale, value=-lr / (1 - beta1**step))
     else:
@@ -295,11 +298,3 @@ def _apply_sharded(transform: Transform, delta: Any, name: str) -> Tensor:
     whole = transform(delta.full_tensor())
     whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(mesh, placements)
-
-
-def _has_option(transform: str, option: str) -> bool:
-    try:
-        rules.bind_transform(transform, {option: True})
-    except ValueError:
-        return False
-    return True
