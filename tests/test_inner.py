@@ -179,6 +179,11 @@ def test_muon_alone_needs_no_adamw() -> None:
     assert [type(o) for o in inner.optimizers] == [torch.optim.Muon]
 
 
+def test_options_that_a_preset_would_fill_are_not_guessed() -> None:
+    with pytest.raises(ValueError, match=r"inner\.lr is None and inner\.optimizer adamw: set both"):
+        inner_of(Net(), InnerConfig(optimizer="adamw"))
+
+
 def test_nothing_to_train_is_an_error() -> None:
     net = Net().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):

@@ -384,7 +384,7 @@ def test_hooks_of_torch_are_called() -> None:
     ({"betas": (0.9, 0.95)}, "betas and eps are for optimizer 'adamw'"),
     ({"at": "both"}, "at: got 'both'"),
     ({"transform": "iso_d"}, "iso_d"),
-    ({"transform": "mean"}, "mean is no transform"),
+    ({"transform": "mean"}, "mean is a reduce, not a transform"),
     ({"transform": "iso_c", "transform_options": {"scal": "rms"}}, "iso_c takes no option 'scal'"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

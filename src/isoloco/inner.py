@@ -47,7 +47,9 @@ class InnerOptimizer:
     """
 
     def __init__(self, named_params: Mapping[str, Tensor], roles: Mapping[str, str], config: InnerConfig) -> None:
-        lr = 0.0 if config.lr is None else config.lr
+        if config.lr is None or config.optimizer is None:
+            raise ValueError(f"inner.lr is {config.lr} and inner.optimizer {config.optimizer}: set both")
+        lr = config.lr
         named = {name: p for name, p in named_params.items() if p.requires_grad}
         muon = {n: p for n, p in named.items() if config.optimizer == "muon" and roles[n] == "matrix" and p.ndim == 2}
         adamw = {name: p for name, p in named.items() if name not in muon}
