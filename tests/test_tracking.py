@@ -367,6 +367,18 @@ def test_lines_of_progress_keep_their_distance(tmp_path):
     assert "ETA" not in out.getvalue()
 
 
+def test_the_loss_of_a_line_does_not_jump_with_the_turns_of_the_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.0)
+    run_dir = RunDir.create(config(tmp_path / "r"))
+    out = io.StringIO()
+    with tracker(run_dir, config(run_dir.path), stream=out) as t:
+        for worker in range(W):
+            for step in range(1, H + 1):
+                where = {"round": 1, "step_in_round": step, "steps_of_round": H, "worker_index": worker, "workers": W}
+                t.progress(**where, loss=8.0 - step, tokens_per_s=1.0)
+    assert re.findall(r"loss ([0-9.]+)", out.getvalue())[H - 1 :] == ["5.0000"] * (H + 1)
+
+
 def test_on_a_terminal_there_is_a_bar_that_goes_away(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -22,7 +22,7 @@ PLAIN_WIDTH = 120  # columns where there is no terminal to ask
 
 def count(number: float) -> str:
     """1234567 -> '1.23 M': three significant digits with a decimal prefix."""
-    return _prefixed(number, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}) or f"{number:.4g}"
+    return _prefixed(number, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}) or f"{number:.3g}"
 
 
 def size(number_bytes: float) -> str:

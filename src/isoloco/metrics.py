@@ -19,6 +19,7 @@ is before any training); ``tokens`` are those read by all workers together, up t
               train_loss_spread   largest minus smallest over the workers
               delta_norm          of the reduced delta
               delta_cosine        mean over pairs of workers
+              skipped_steps       inner steps skipped for a gradient that was not finite, all workers together
               dropped             workers left out, a list
               sent_bytes          in this round
               received_bytes      in this round
@@ -49,8 +50,8 @@ from .rundir import plain, write_whole
 # fields in the order in which they are written, after kind, round and step
 ORDER = {
     "inner": "worker loss grad_norm lr tokens",
-    "round": "tokens train_loss train_loss_spread delta_norm delta_cosine dropped sent_bytes received_bytes "
-    "inner_s reduce_s outer_s eval_s tokens_per_s resources_s",
+    "round": "tokens train_loss train_loss_spread delta_norm delta_cosine skipped_steps dropped "
+    "sent_bytes received_bytes inner_s reduce_s outer_s eval_s tokens_per_s resources_s",
     "eval": "tokens split loss perplexity bits_per_byte eval_s",
     "spectra": "matrices",
 }

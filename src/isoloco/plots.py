@@ -34,7 +34,7 @@ STYLE: dict[str, Any] = {
     "lines.solid_capstyle": "round",
 }
 MATRICES_SHOWN = 4
-DECADES_SHOWN = 6  # of singular values, below the largest: what is smaller is rounding
+DECADES_SHOWN = 4  # of singular values, below the largest: a few that are almost zero would take most of the panel
 
 
 def style() -> AbstractContextManager[None]:
@@ -61,9 +61,10 @@ def overview(run_dir: str | Path) -> Path:
     resolved = run.path / "config.yaml"
     config = yaml.safe_load(resolved.read_text("utf-8")) if resolved.exists() else {}
     with style():
-        figure = Figure(figsize=(12.5, 5.2), layout="constrained")
+        figure = Figure(figsize=(12.5, 5.2))
+        figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.06)
         figure.suptitle(_title(run, config), fontsize=13.5, fontweight="bold", color=INK)
-        left, right = figure.subfigures(1, 2, wspace=0.03)
+        left, right = figure.subfigures(1, 2, wspace=0.03, squeeze=False)[0]
         _draw_loss(left.subplots(), by_kind.get("round", []), by_kind.get("eval", []))
         if by_kind.get("spectra"):
             _draw_spectra(right.subplots(), by_kind["spectra"][-1], (config.get("transform") or {}).get("name"))

@@ -98,7 +98,7 @@ class Wandb:
     """
 
     def __init__(self, run_dir: RunDir, config: RunConfig, *, project: str, quiet: bool) -> None:
-        import wandb
+        wandb = importlib.import_module("wandb")  # an extra: the type checker may not have it
 
         if "wandb_id" not in run_dir.manifest:
             run_dir.update(wandb_id=secrets.token_hex(4))

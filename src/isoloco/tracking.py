@@ -46,6 +46,7 @@ class Tracker:
         self.screen = console.Screen(quiet=quiet, stream=stream)
         self._metrics = Metrics(run_dir.path / "metrics.jsonl")
         self._started = time.monotonic()
+        self._losses: list[float] = []
         self._forget()
         if resume:
             run_dir.update(state="running", error=None, heartbeat_s=time.time(), **process())
@@ -81,13 +82,20 @@ class Tracker:
         loss: float | None,
         tokens_per_s: float,
     ) -> None:
-        """Where the run stands: ``step_in_round`` steps of the worker at ``worker_index`` (from 0) of ``workers``."""
+        """Where the run stands: ``step_in_round`` steps of the worker at ``worker_index`` (from 0) of ``workers``.
+
+        The loss that is shown is the mean over the last ``steps_of_round`` calls: workers take turns from one anchor, so
+        that single losses jump up at each turn.
+        """
         self._beat()
+        if loss is not None:
+            self._losses.append(loss)
+            del self._losses[:-steps_of_round]
         of_round = (worker_index * steps_of_round + step_in_round) / workers
         fraction = min(((round - 1) * self.config.sync_every + of_round) / self._total_steps, 1.0)
         where = f"round {round}/{self._total_rounds}  step {step_in_round}/{steps_of_round}"
         where += f" of worker {worker_index + 1}/{workers}" if workers > 1 else ""
-        told = f"loss {loss:.4f}" if loss is not None else "loss -"
+        told = f"loss {sum(self._losses) / len(self._losses):.4f}" if self._losses else "loss -"
         self.screen.progress(f"{where}  {told}  {console.count(tokens_per_s)} tokens/s", fraction=fraction)
 
     def round(self, fields: dict[str, Any]) -> None:
