@@ -1,0 +1,280 @@
+"""The `isoloco` command: parse, then call one function. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ._version import __version__
+
+HELP = f"""isoloco {__version__}: train with workers that meet rarely, and merge their updates well.
+
+usage: isoloco COMMAND ...
+
+  train       train a language model by a recipe          isoloco train quickstart
+  prepare     turn text into shards of tokens             isoloco prepare 'notes/*.txt' --out data/notes
+  evaluate    held-out loss of a run or a model           isoloco evaluate runs/quickstart-1
+  study       the runs behind a table                     isoloco study run quickstart
+  plan        memory, bytes and steps, before training    isoloco plan quickstart --workers 32
+  methods     methods, reduces and transforms             isoloco methods isoloco
+  recipes     the recipes that ship with the package      isoloco recipes --copy quickstart
+
+isoloco COMMAND --help says more.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            from .config import unknown
+
+            raise ValueError(unknown("command", argv[0], COMMANDS))
+        return COMMANDS[argv[0]](argv[1:])
+    except ValueError as error:
+        print(f"isoloco: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("isoloco: interrupted", file=sys.stderr)
+        return 130
+
+
+TRAIN_HELP = """Train a language model with W workers that meet every H inner steps.
+
+examples:
+  isoloco train quickstart
+  isoloco train quickstart --method diloco --workers 16 --outer.lr 0.9
+  isoloco train my.yaml --budget.tokens 2e9
+"""
+
+
+def _train(argv: list[str]) -> int:
+    from .recipe import run_config
+
+    config, sources = run_config(argv, prog="isoloco train", description=TRAIN_HELP)
+    stop = _stop_on_interrupt()
+    from .train import train
+
+    result = train(config, sources=sources, quiet=False, stop=stop, command=" ".join(["isoloco train", *argv]))
+    return 0 if result.state == "finished" else 130
+
+
+def _stop_on_interrupt() -> Callable[[], bool]:
+    """Ctrl-C asks the run to end cleanly; a second one leaves at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, ask)
+    return lambda: bool(asked)
+
+
+PLAN_HELP = """What a run will take, without training.
+
+examples:
+  isoloco plan quickstart --workers 32
+"""
+
+
+def _plan(argv: list[str]) -> int:
+    from .recipe import run_config
+
+    config, _ = run_config(argv, prog="isoloco plan", description=PLAN_HELP)
+    from .plan import header_rows
+    from .train import prepare_run
+
+    prepared = prepare_run(config)
+    rows = header_rows(prepared.config, prepared.plan, data_path=prepared.data[0].path)
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        print(f"{label:<{width}}  {value}")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are ours: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} ({self.prog} --help)")
+
+
+def _parser(command: str, description: str, *examples: str) -> _Parser:
+    text = "\n".join(
+        [description, "", "examples:", *(f"  isoloco {command} {example}".rstrip() for example in examples)]
+    )
+    return _Parser(prog=f"isoloco {command}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def _count(text: str) -> float:
+    from .recipe import number
+
+    value = number(text)
+    if isinstance(value, str):
+        raise argparse.ArgumentTypeError(f"takes a number such as 10e9, got {text!r}")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = _count(text)
+    if value != int(value) or value < 1:
+        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, got {text!r}")
+    return int(value)
+
+
+def _prepare(argv: list[str]) -> int:
+    dclm, llama = "mlfoundations/dclm-baseline-1.0-parquet", "togethercomputer/LLaMA-2-7B-32K"
+    parser = _parser(
+        "prepare",
+        "Tokenize text into shards with a manifest. One that was interrupted goes on where it was.",
+        "corpus:sotu --tokenizer train:bpe:4096 --out data/sotu",
+        "'books/*.txt' --tokenizer train:bpe:8192 --out data/books",
+        f"{dclm} --max-tokens 10e9 --out data/dclm",
+    )
+    add = parser.add_argument
+    add("source", nargs="*", help=f"corpus:sotu, files or globs, or a Hugging Face dataset (default: {dclm})")
+    add("--out", required=True, help="directory to write")
+    add(
+        "--tokenizer",
+        default=llama,
+        help="Hugging Face name or path, a tokenizer.json, or train:bpe:VOCAB (%(default)s)",
+    )
+    add("--text-field", default="text", help="field of the text in .jsonl, .parquet and hub datasets (%(default)s)")
+    add("--valid-tokens", type=_count, default=0.05, help="validation tokens, or a fraction below 1 (%(default)s)")
+    add("--test-tokens", type=_count, default=0.05, help="test tokens, or a fraction below 1 (%(default)s)")
+    add("--max-tokens", type=_whole, default=None, help="stop after so many tokens, e.g. 10e9")
+    add("--shard-tokens", type=_whole, default=2**27, help="tokens of a shard (%(default)s)")
+    add("--seed", type=int, default=42, help="seed of the split (%(default)s)")
+    args = parser.parse_args(argv)
+    from .data.prepare import prepare
+
+    path = prepare(
+        out_dir=args.out,
+        source=args.source[0] if len(args.source) == 1 else args.source or dclm,
+        tokenizer=args.tokenizer,
+        text_field=args.text_field,
+        valid_tokens=args.valid_tokens,
+        test_tokens=args.test_tokens,
+        max_tokens=args.max_tokens,
+        shard_tokens=args.shard_tokens,
+        seed=args.seed,
+    )
+    print(f"prepared {path}; train on it: isoloco train quickstart --data.path {path}")
+    return 0
+
+
+def _evaluate(argv: list[str]) -> int:
+    parser = _parser(
+        "evaluate",
+        "Held-out loss of a run's model, or of any Hugging Face causal language model directory.",
+        "runs/quickstart-1",
+        "runs/quickstart-1 --split test",
+        "my_model --data data/sotu --seq-len 128",
+    )
+    add = parser.add_argument
+    add("model", help="run directory, or a directory that holds a model")
+    add("--data", default=None, help="directory of shards (default: the run's own)")
+    add("--split", default=None, choices=["train", "valid", "test"], help="default: the run's eval.split, or valid")
+    add("--seq-len", type=_whole, default=None, help="tokens of a row (default: the run's)")
+    add("--tokens", type=_whole, default=None, help="tokens to evaluate (default: the run's eval.tokens, or all)")
+    add("--device", default="auto", help="cpu, cuda, cuda:N or auto (%(default)s)")
+    args = parser.parse_args(argv)
+    from .evaluate import evaluate_directory
+
+    found = evaluate_directory(
+        args.model, data_path=args.data, split=args.split, seq_len=args.seq_len, tokens=args.tokens, device=args.device
+    )
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
+    print(
+        f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.3f}{bits}, {found.tokens:,} predictions"
+    )
+    return 0
+
+
+def _study(argv: list[str]) -> int:
+    parser = _parser(
+        "study",
+        "Run the runs behind a table. What is done is not done again: stop and start it as you like.",
+        "run quickstart --jobs 2",
+        "status quickstart",
+        "rows quickstart --csv rows.csv",
+    )
+    add = parser.add_argument
+    add("action", choices=["run", "status", "rows"], help="run what is left; count what is done; write the rows")
+    add("study", help="name of a packaged study, or a YAML file")
+    add("--root", default="studies", help="directory of the studies' runs (%(default)s)")
+    add("--jobs", type=_whole, default=1, help="runs at a time; the threads are divided among them (%(default)s)")
+    add("--csv", default=None, help="file of the rows (default: ROOT/STUDY/rows.csv)")
+    args = parser.parse_args(argv)
+    from .study import Board, load, run_study
+
+    board = Board(load(args.study), args.root)
+    rows = Path(args.csv) if args.csv else board.root / "rows.csv"
+    if args.action == "run":
+        return 0 if run_study(board, jobs=args.jobs, rows=rows) else 1
+    if args.action == "rows":
+        print(f"wrote {board.write_rows(rows)}")
+        return 0
+    for cell in board.study.cells:
+        runs = [loss for each, _, loss in board.everything() if each is cell]
+        done = [loss for loss in runs if loss is not None]
+        best = f", best {min(done):.4f}" if done else ""
+        print(f"{cell.name:<24} {len(done)} of {len(runs)} known runs done{best}")
+    return 0
+
+
+def _methods(argv: list[str]) -> int:
+    parser = _parser(
+        "methods", "Methods, reduces and transforms: equation, scale, cost, bytes, source.", "", "iso_c", "isoloco"
+    )
+    parser.add_argument("name", nargs="?", help="one method, reduce or transform")
+    args = parser.parse_args(argv)
+    from .methods import describe_all, describe_one
+
+    print(describe_one(args.name) if args.name else describe_all())
+    return 0
+
+
+def _recipes(argv: list[str]) -> int:
+    parser = _parser("recipes", "The recipes that ship with the package.", "", "--copy quickstart")
+    parser.add_argument("--copy", metavar="NAME", help="write NAME.yaml into this directory, to change it")
+    args = parser.parse_args(argv)
+    from .config import unknown
+    from .recipe import packaged
+
+    recipes = packaged("recipes")
+    if args.copy is None:
+        for name, text in recipes.items():
+            print(f"{name:<20} {text.splitlines()[0].lstrip('# ')}")
+        return 0
+    if args.copy not in recipes:
+        raise ValueError(unknown("recipe", args.copy, recipes))
+    target = Path(f"{args.copy}.yaml")
+    if target.exists():
+        raise ValueError(f"{target} exists; move it away first")
+    target.write_text(recipes[args.copy], "utf-8")
+    print(f"wrote {target}; run it: isoloco train {target}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "prepare": _prepare,
+    "evaluate": _evaluate,
+    "study": _study,
+    "plan": _plan,
+    "methods": _methods,
+    "recipes": _recipes,
+}
