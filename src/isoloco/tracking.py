@@ -84,8 +84,8 @@ class Tracker:
     ) -> None:
         """Where the run stands: ``step_in_round`` steps of the worker at ``worker_index`` (from 0) of ``workers``.
 
-        The loss that is shown is the mean over the last ``steps_of_round`` calls: workers take turns from one anchor, so
-        that single losses jump up at each turn.
+        The loss that is shown is the mean over the last ``steps_of_round`` calls: workers take turns from one anchor,
+        so that single losses jump up at each turn.
         """
         self._beat()
         if loss is not None:
