@@ -71,7 +71,7 @@ def test_a_reader_never_sees_half_a_manifest(tmp_path):
     run_dir = RunDir.create(config(tmp_path / "r"))
 
     def write():
-        for i in range(150):
+        for i in range(60):
             run_dir.update(padding="x" * (i * 97 % 5000))
 
     with ThreadPoolExecutor(1) as pool:
@@ -329,6 +329,7 @@ def test_tensorboard_goes_on_in_the_same_run(tmp_path):
     assert {"inner/lr", "round/train_loss", "round/peak_memory_bytes"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
