@@ -127,14 +127,14 @@ def test_transforms_equal_their_reference(rule, shape, dtype, layout, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=4000, deadline=None, derandomize=True)
+@settings(max_examples=1500, deadline=None, derandomize=True)
 @reduce_cases
 def test_reduces_equal_their_reference_on_many_draws(rule, shape, count, dtype, layout, seed, equal_weights):
     check_reduce(rule, shape, count, dtype, layout, seed, equal_weights)
 
 
 @pytest.mark.slow
-@settings(max_examples=4000, deadline=None, derandomize=True)
+@settings(max_examples=1500, deadline=None, derandomize=True)
 @transform_cases
 def test_transforms_equal_their_reference_on_many_draws(rule, shape, dtype, layout, seed):
     check_transform(rule, shape, dtype, layout, seed)

@@ -37,7 +37,7 @@ def tsv(
     if workers == 1:
         return deltas_WMN[0].clone()
     kept = max(1, int((rank_fraction or 1 / workers) * min(rows, columns)))
-    weighted = zip((weights_W / weights_W.mean()).tolist(), deltas_WMN, strict=True)
+    weighted = zip((weights_W.double() / weights_W.double().mean()).tolist(), deltas_WMN, strict=True)
     triples = [_leading(weight * delta_MN.double(), kept) for weight, delta_MN in weighted]
     left_MK, sigma_K, right_NK = (torch.cat(parts, dim=-1) for parts in zip(*triples, strict=True))
     if decorrelate:
@@ -63,11 +63,13 @@ def iso_cts(deltas_WMN: Tensor, weights_W: Tensor, *, common_fraction: Fraction 
     workers, rows, columns = deltas_WMN.shape
     rank = min(rows, columns)
     own = min(round((rank - int(common_fraction * rank)) / workers), rank // workers)
-    shares_W = (weights_W / weights_W.sum()).double()
-    mean_MN = torch.tensordot(shares_W, deltas_WMN.double(), dims=1)
+    shares = (weights_W.double() / weights_W.double().sum()).tolist()
+    mean_MN = deltas_WMN.new_zeros(rows, columns, dtype=torch.float64)
+    for share, delta_MN in zip(shares, deltas_WMN, strict=True):  # one float64 copy at a time
+        mean_MN += share * delta_MN.double()
     triples = [_leading(mean_MN, rank - own * workers)]
     common_MK = triples[0][0]
-    for share, delta_MN in zip(shares_W, deltas_WMN, strict=True) if own else ():
+    for share, delta_MN in zip(shares, deltas_WMN, strict=True) if own else ():
         part_MN = share * delta_MN.double()
         rest_MN = part_MN - common_MK @ (common_MK.mT @ part_MN)
         triples.append(_leading(rest_MN, own, noise=RANK_TOLERANCE * float(torch.linalg.matrix_norm(part_MN))))
@@ -105,13 +107,13 @@ def iso_c(
     uv_MN = polar_factor(delta_MN, polar, rank_tolerance=rank_tolerance)
     rows, columns = delta_MN.shape[-2:]
     if scale == "spectral":
-        return uv_MN * math.sqrt(columns / rows if transposed else rows / columns)
+        return uv_MN.mul_(math.sqrt(columns / rows if transposed else rows / columns))
     if scale == "mean":
         size = mean_singular_value(delta_MN, uv_MN)
     else:
         norm = torch.linalg.vector_norm(delta_MN, dim=(-2, -1), dtype=torch.float64)
         size = (norm / math.sqrt(min(rows, columns))).to(uv_MN.dtype)
-    return uv_MN * size[..., None, None]
+    return uv_MN.mul_(size[..., None, None])  # the factor is a new tensor: no third one of its size is needed
 
 
 @transform(needs_matrix=True)
