@@ -27,7 +27,7 @@ AUTO = {
 AUTO_FLOAT64 = {"square": "svd", "wide": "svd"}  # a float64 Gram matrix would halve the digits of a float64 input
 MAX_GRAM_LIFT = 512.0  # a direction lifted by more since its Gram matrix was formed would drown: 512^2 eps32 = 0.03
 GRAM_FORM_ASPECT = 2.0  # from here iterating on the short side's Gram matrix costs fewer products than the plain form
-BLOCK = 4096  # columns of a float64 copy held at a time
+BLOCK = 1024  # columns of a float64 copy held at a time
 
 
 @torch.no_grad()
@@ -81,7 +81,9 @@ def mean_singular_value(x_MN: Tensor, uv_MN: Tensor) -> Tensor:
     Source: this project; the paper's proxy: Section 4.3.
     """
     dtype = torch.float64 if torch.float64 in (x_MN.dtype, uv_MN.dtype) else torch.float32
-    rows_M = torch.linalg.vecdot(x_MN.to(dtype), uv_MN.to(dtype), dim=-1)
+    if x_MN.stride(-1) > x_MN.stride(-2):  # lying by columns: read it in its order
+        x_MN, uv_MN = x_MN.mT, uv_MN.mT
+    rows_M = torch.einsum("...mn,...mn->...m", x_MN.to(dtype), uv_MN.to(dtype))  # without a product in memory
     return rows_M.sum(-1) / max(1, min(x_MN.shape[-2:]))
 
 
