@@ -52,6 +52,7 @@ format: $(STAMP)-dev  ## format the code and mend what ruff can
 	$(PY) -m ruff format
 
 wheel: $(STAMP)-dev  ## build dist/isoloco-*.whl
+	rm -rf build
 	$(PY) -m build --wheel --no-isolation
 
 # With the oldest Python that is supported: newer ones find wheels of the same releases. PyTorch stays where it is,
