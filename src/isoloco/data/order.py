@@ -11,10 +11,10 @@ _ROUNDS = 8  # one 64-byte hash gives eight 64-bit round keys
 class Order:
     """A shuffled order of `rows` rows for every epoch, without memory or state.
 
-    Position i = epoch * rows + k names row sigma_epoch(k), where sigma_epoch is a bijection of range(rows): every row comes
-    exactly once in an epoch, and any position is found in O(1). sigma is a Feistel network over Z_a x Z_b, a * b >= rows, with
-    cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, generalized Feistel and cycle-walking
-    methods); a * b - rows < a, about sqrt(rows), so that hardly any position walks.
+    Position i = epoch * rows + k names row sigma_epoch(k), where sigma_epoch is a bijection of range(rows): every row
+    comes exactly once in an epoch, and any position is found in O(1). sigma is a Feistel network over Z_a x Z_b, with
+    a * b >= rows, and cycle walking. As a * b - rows < a, about sqrt(rows), hardly any position walks.
+    Source: Black and Rogaway, Ciphers with arbitrary finite domains, 2002 (generalized Feistel, cycle walking).
 
     rows: how many rows an epoch has, 1 to 2**62. seed: any int. Raises ValueError for other numbers of rows.
     """

@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import Any
 
 QUIET_S = 2.0
-LINE_S = 10.0  # without a terminal
+LINE_S = 10.0  # between two lines, without a terminal
+LIVE_S = 0.2  # on one
 
 
 class Progress:
@@ -14,9 +15,8 @@ class Progress:
 
     def __init__(self, enabled: bool, max_tokens: float | None) -> None:
         self._enabled, self._max_tokens = enabled, max_tokens
-        self._started_s = self._said_s = time.monotonic()
-        self._phase = "preparing"
-        self._first_tokens: int | None = None
+        self._next_s = time.monotonic() + QUIET_S
+        self._first: tuple[float, int, int] | None = None
         self._live: Any = None
 
     def __enter__(self) -> "Progress":
@@ -28,35 +28,34 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def phase(self, name: str) -> None:
-        """What is being done from now on."""
-        self._phase = name
-
-    def update(self, documents: int, tokens: dict[str, int]) -> None:
-        """How far it is; cheap enough for every document."""
+    def tokens(self, documents: int, total_tokens: int, train_tokens: int) -> None:
+        """How far tokenizing is; cheap enough for every document."""
         now_s = time.monotonic()
-        total = sum(tokens.values())
-        if self._first_tokens is None:
-            self._first_tokens, self._started_s = total, now_s
-        if not self._enabled or now_s - self._started_s < QUIET_S or now_s - self._said_s < (0.2 if self._live else 0):
+        if self._first is None:
+            self._first = (now_s, total_tokens, train_tokens)
             return
-        speed = (total - self._first_tokens) / (now_s - self._started_s)
-        line = f"{self._phase}: {documents:,} documents, {total:,} tokens, {speed:,.0f} tokens/s"
+        if now_s < self._next_s:
+            return
+        seconds = max(now_s - self._first[0], 1e-3)
+        speed = (total_tokens - self._first[1]) / seconds
+        line = f"tokenizing: {documents:,} documents, {total_tokens:,} tokens, {speed:,.0f} tokens/s"
         if self._max_tokens:
-            left_s = (self._max_tokens - tokens["train"]) / max(speed, 1)
-            line += f", {tokens['train'] / self._max_tokens:.0%}, {left_s / 60:,.0f} min left"
+            left_s = (self._max_tokens - train_tokens) * seconds / max(train_tokens - self._first[2], 1)
+            line += f", {train_tokens / self._max_tokens:.0%}, {max(left_s, 0) / 60:,.0f} min left"
+        self.show(line)
+
+    def show(self, line: str) -> None:
+        """A line, if it is time for one."""
+        if not self._enabled or time.monotonic() < self._next_s:
+            return
         if sys.stderr.isatty():
-            self._show(line)
-        elif now_s - self._said_s >= LINE_S:
+            if self._live is None:
+                from rich.console import Console
+                from rich.status import Status
+
+                self._live = Status(line, console=Console(stderr=True))
+                self._live.start()
+            self._live.update(line)
+        else:
             print(line, file=sys.stderr, flush=True)
-            self._said_s = now_s
-
-    def _show(self, line: str) -> None:
-        if self._live is None:
-            from rich.console import Console
-            from rich.status import Status
-
-            self._live = Status(line, console=Console(stderr=True))
-            self._live.start()
-        self._live.update(line)
-        self._said_s = time.monotonic()
+        self._next_s = time.monotonic() + (LIVE_S if self._live is not None else LINE_S)

@@ -1,4 +1,7 @@
-"""Reading tokens: directories of memory-mapped `.npy` shards, with the manifest of `isoloco prepare` or in the authors' layout."""
+"""Reading tokens: directories of memory-mapped `.npy` shards.
+
+They hold the manifest of `isoloco prepare`, or are in the layout of the paper's authors.
+"""
 
 import hashlib
 import json
@@ -25,10 +28,10 @@ _BLOCK_BYTES = 2**24  # what a scan holds in memory at a time
 def open_data(path: str | Path) -> "Data":
     """Open a directory of shards: milliseconds and no memory, whatever its size; contents are looked at when asked for.
 
-    A directory with `manifest.json` is what `isoloco prepare` wrote. One without is read as the authors' layout: `train_000000.npy`,
-    `train_000001.npy`, ..., and the same for valid and test, one-dimensional uint16 (or uint32).
-    Raises ValueError for a directory that is missing or holds no shards, and for a shard that is missing, truncated or not
-    one-dimensional uint16 or uint32, by its name.
+    A directory with `manifest.json` is what `isoloco prepare` wrote. One without is read as the authors' layout:
+    `train_000000.npy`, `train_000001.npy`, ..., and the same for valid and test, one-dimensional uint16 (or uint32).
+    Raises ValueError for a directory that is missing or holds no shards, and for a shard that is missing, truncated or
+    not one-dimensional uint16 or uint32, by its name.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -64,6 +67,10 @@ class Shard:
         """Checksum and largest token id, read from the file."""
         return scan(self.path)
 
+    def largest_id(self) -> int:
+        """Largest token id in it, -1 for none."""
+        return self.scanned[1] if self.max_id is None else self.max_id
+
 
 @dataclass(frozen=True)
 class Split:
@@ -93,7 +100,7 @@ class Split:
         return self.tokens // seq_len
 
     def read(self, rows: np.ndarray, seq_len: int) -> "torch.Tensor":
-        """The rows of these indices, as int64 [len(rows), seq_len]; a row may begin in one shard and end in the next."""
+        """The rows of these indices, int64 [len(rows), seq_len]; a row may begin in one shard and end in the next."""
         import torch
 
         out = np.empty((len(rows), seq_len), dtype=np.int64)
@@ -149,7 +156,7 @@ class Data:
 
     @cached_property
     def checksum(self) -> str:
-        """The identity of the data: a hash over splits, shard checksums, vocabulary and EOS, whatever the directory is called.
+        """The identity of the data: a hash over shard checksums, vocabulary and EOS, whatever the directory is called.
 
         Immediate with a manifest; in the authors' layout every shard is read once.
         """
@@ -163,31 +170,29 @@ class Data:
         }
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    def largest_id(self) -> int:
+        """The largest token id there is: immediate with a manifest, else every shard is read once."""
+        return max(shard.largest_id() for shard in self._shards())
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError unless every token id is below vocab_size (of the model).
 
         Immediate with a manifest; in the authors' layout every shard is read once.
         """
         for shard in self._shards():
-            largest = shard.max_id if shard.max_id is not None else shard.scanned[1]
+            largest = shard.largest_id()
             if largest >= vocab_size:
                 raise ValueError(
                     f"{shard.path} holds token id {largest}, the model's vocabulary has {vocab_size} entries: "
                     "take a model with a larger one, or the data's own tokenizer"
                 )
 
-    def largest_id(self) -> int:
-        """Largest token id of all splits; immediate with a manifest, else every shard is read once."""
-        return max(s.max_id if s.max_id is not None else s.scanned[1] for s in self._shards())
-
     def verify(self) -> None:
         """Read every shard and compare it with the manifest; ValueError names the first that changed."""
         for shard in self._shards():
             digest, _ = scan(shard.path)
             if shard.blake2b is not None and digest != shard.blake2b:
-                raise ValueError(
-                    f"{shard.path} is not the file that was prepared (blake2b differs): prepare the data again"
-                )
+                raise ValueError(f"shard {shard.path} changed since it was prepared: {_again(self.path)}")
 
     def _shards(self) -> Iterator[Shard]:
         for split in self.splits.values():
@@ -199,46 +204,40 @@ def scan(path: Path) -> tuple[str, int]:
     array = _map(path)
     digest, largest = hashlib.blake2b(digest_size=32), -1
     with path.open("rb") as file:
-        digest.update(file.read(path.stat().st_size - array.nbytes))
+        digest.update(file.read(path.stat().st_size - array.nbytes))  # the header
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             largest = max(largest, int(np.frombuffer(block, dtype=array.dtype).max()))
     return digest.hexdigest(), largest
 
 
-def _map(path: Path) -> np.ndarray:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False) if path.stat().st_size else None
-    except FileNotFoundError:
-        raise ValueError(f"shard {path} is missing: prepare the data again") from None
-    except (ValueError, EOFError, OSError) as error:  # numpy's, for a bad header or a file shorter than it says
-        raise ValueError(f"shard {path} is corrupt or truncated ({_first_line(error)})") from None
-    if array is None:
-        raise ValueError(f"shard {path} is corrupt or truncated (it is empty)")
-    if array.ndim != 1 or array.dtype.name not in DTYPES:
-        raise ValueError(f"shard {path} takes one dimension of uint16 or uint32, it has {array.ndim} of {array.dtype}")
-    if path.stat().st_size - array.nbytes > 2**16:
-        raise ValueError(f"shard {path} is corrupt: it is longer than its header says")
-    return array.view(np.ndarray)  # a plain view slices faster than numpy's memmap
-
-
-def _from_manifest(directory: Path) -> Data:
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of prepared data. Raises ValueError for one that is not JSON or of another format."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"{path} has format {manifest['format']!r}, this version reads {FORMAT!r}")
+    except ValueError as error:  # JSON or UTF-8
+        raise ValueError(f"{path} is not a manifest of `isoloco prepare` ({_first_line(error)})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT!r}: {_again(directory)}")
+    return manifest
+
+
+def _from_manifest(directory: Path) -> Data:
+    manifest = read_manifest(directory)
+    try:
         splits = {}
         for name, facts in manifest["splits"].items():
-            shards = tuple(
-                Shard(directory / s["file"], s["tokens"], manifest["dtype"], s["blake2b"], s["max_id"])
-                for s in facts["shards"]
-            )
-            for shard, listed in zip(shards, facts["shards"], strict=True):
-                _check_size(shard.path, listed["bytes"])
-            splits[name] = Split(name, shards, facts["documents"], facts["text_bytes"])
+            shards = []
+            for listed in facts["shards"]:
+                path = directory / listed["file"]
+                shards.append(Shard(path, listed["tokens"], manifest["dtype"], listed["blake2b"], listed["max_id"]))
+                _check_size(path, listed["bytes"])
+            splits[name] = Split(name, tuple(shards), facts["documents"], facts["text_bytes"])
         return Data(directory, splits, manifest["vocab_size"], manifest["eos_id"], directory / "tokenizer", manifest)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
+        path = directory / MANIFEST
         raise ValueError(f"{path} is not a manifest of `isoloco prepare` ({_first_line(error)})") from None
 
 
@@ -246,9 +245,11 @@ def _check_size(path: Path, expected: int) -> None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise ValueError(f"shard {path} is missing, though the manifest lists it: prepare the data again") from None
+        raise ValueError(f"shard {path} is missing, the manifest lists it: {_again(path.parent)}") from None
     if size != expected:
-        raise ValueError(f"shard {path} is truncated or changed: {size} bytes, the manifest says {expected}")
+        raise ValueError(
+            f"shard {path} is truncated or changed ({size} bytes, the manifest says {expected}): {_again(path.parent)}"
+        )
 
 
 def _from_files(directory: Path) -> Data:
@@ -258,16 +259,14 @@ def _from_files(directory: Path) -> Data:
             found.setdefault(match[1], {})[int(match[2])] = path
     if not found.get("train"):
         raise ValueError(
-            f"{directory} holds no data: neither {MANIFEST} (from `isoloco prepare`) nor train_000000.npy, train_000001.npy, ..."
+            f"{directory} holds no data: neither {MANIFEST} (from `isoloco prepare`) nor train_000000.npy and so on"
         )
     splits = {}
     for name in (name for name in SPLITS if name in found):
         numbers = sorted(found[name])
         if numbers != list(range(len(numbers))):
             gap = min(set(range(len(numbers))) - set(numbers))
-            raise ValueError(
-                f"{directory} misses {name}_{gap:06d}.npy, though {found[name][numbers[-1]].name} is there"
-            )
+            raise ValueError(f"{directory} misses {name}_{gap:06d}.npy: it has {found[name][numbers[-1]].name}")
         arrays = {number: _map(found[name][number]) for number in numbers}
         splits[name] = Split(name, tuple(Shard(found[name][n], len(a), a.dtype.name) for n, a in arrays.items()))
     if not splits["train"].tokens:
@@ -275,5 +274,27 @@ def _from_files(directory: Path) -> Data:
     return Data(directory, splits)
 
 
+def _map(path: Path) -> np.ndarray:
+    """The tokens of a shard, memory-mapped; ValueError for whatever is not a one-dimensional .npy of token ids."""
+    try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"shard {path} is missing") from None
+    except (ValueError, EOFError, OSError) as error:  # numpy's, for a bad header or a file shorter than it says
+        raise ValueError(f"shard {path} is corrupt or truncated ({_first_line(error)})") from None
+    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.name not in DTYPES:
+        kind = f"{array.ndim} of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
+        raise ValueError(f"shard {path} holds {kind}: a shard has one dimension, of uint16 or uint32")
+    if path.stat().st_size != array.offset + array.nbytes:
+        raise ValueError(f"shard {path} is corrupt: it is longer than its header says")
+    return array.view(np.ndarray)  # a plain view slices faster
+
+
+def _again(directory: Path) -> str:
+    return f"remove {directory} and prepare the data again"
+
+
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

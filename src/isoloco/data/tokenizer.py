@@ -1,4 +1,4 @@
-"""Tokenizers: loaded from the Hugging Face Hub, a directory or a tokenizer.json, or trained; kept as a Hugging Face directory."""
+"""Tokenizers: from the Hugging Face Hub, a directory or a tokenizer.json, or trained here."""
 
 import contextlib
 import json
@@ -34,7 +34,9 @@ class Tokenizer:
     @property
     def eos_id(self) -> int:
         """The token that ends a document."""
-        return self.backend.token_to_id(self.eos)
+        token = self.backend.token_to_id(self.eos)
+        assert token is not None  # no tokenizer is made without
+        return token
 
     @property
     def vocab_size(self) -> int:
@@ -81,9 +83,10 @@ def bpe_size(spec: str) -> int | None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with `vocab_size` entries, the first of them `<|endoftext|>`; the same texts give the same tokenizer.
+    """Byte-level BPE with `vocab_size` entries, the first of them `<|endoftext|>`; the same texts give the same one.
 
-    Raises ValueError where the texts have too few pairs for so many entries. Source: Sennrich et al., 2016; on bytes as GPT-2.
+    Raises ValueError where the texts have too few pairs for so many entries.
+    Source: Sennrich et al., 2016, Neural machine translation of rare words with subword units; on bytes as in GPT-2.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -169,7 +172,7 @@ def _ready(backend: "Backend", eos: str | None, spec: str, *, original: Any = No
 
 @contextlib.contextmanager
 def own_threads() -> Iterator[None]:
-    """Encode in threads of ours and not of the tokenizers library, which warns in every process that is forked later."""
+    """Encode in threads of ours, not of the tokenizers library, which warns in every process that is forked later."""
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:  # the user's own choice
         yield

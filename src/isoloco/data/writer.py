@@ -1,70 +1,20 @@
-"""Writing tokens: shards that grow in place and can be taken up again, and splits of a number of tokens."""
+"""Writing tokens: shards that grow in place and can be taken up again, and files that are replaced in one move."""
 
-import heapq
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from .shards import scan
+from .splits import Document
 
 _HEADER_BYTES = 128  # of a one-dimensional .npy, whatever its length: numpy pads the number
 
 
-@dataclass(frozen=True)
-class Document:
-    """A document on its way to a split."""
-
-    key: float
-    """In [0, 1), uniform, from the seed and the text."""
-    index: int
-    """Its place in the source."""
-    text_bytes: int
-    payload: Any
-    """Token ids [tokens]; or pieces of text, where a tokenizer is yet to be trained."""
-    size: int
-    """What a split's size is counted in: tokens with the end of the document, or bytes."""
-
-
-class Held:
-    """The documents with the smallest (or largest) keys that together reach a size, of all that were offered.
-
-    One pass, any order of offers, memory for just these documents: a newcomer with a smaller key drives out the largest ones
-    that are no longer needed to reach the size.
-    """
-
-    def __init__(self, size: float, *, smallest: bool, documents: list[Document] | None = None) -> None:
-        self.size = size
-        self._sign = -1 if smallest else 1  # heapq gives the smallest first: the document to drive out
-        self._heap: list[tuple[float, int, Document]] = []
-        self.total = 0
-        for document in documents or []:
-            self._push(document)
-
-    def offer(self, document: Document) -> list[Document]:
-        """Take a document in; returns those that are out now, maybe this very one."""
-        self._push(document)
-        out = []
-        while self.total - self._heap[0][2].size >= self.size:
-            out.append(heapq.heappop(self._heap)[2])
-            self.total -= out[-1].size
-        return out
-
-    @property
-    def documents(self) -> list[Document]:
-        """What is held, in the order of the source."""
-        return sorted((entry[2] for entry in self._heap), key=lambda document: document.index)
-
-    def _push(self, document: Document) -> None:
-        heapq.heappush(self._heap, (self._sign * document.key, self._sign * document.index, document))
-        self.total += document.size
-
-
 class ShardWriter:
-    """One split on its way to disk: tokens are appended to `SPLIT_NNNNNN.npy.partial`, which gets its name when it is full."""
+    """One split on its way to disk: tokens are appended to `SPLIT_NNNNNN.npy.partial`, renamed when it is full."""
 
     def __init__(
         self, directory: Path, split: str, dtype: str, shard_tokens: int, *, state: dict[str, Any] | None = None
