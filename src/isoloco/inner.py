@@ -143,10 +143,14 @@ class InnerOptimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale gradients down to a total 2-norm of ``max_norm`` (0: only measure); the norm before, a 0-d tensor."""
-        if max_norm > 0:
-            return torch.nn.utils.clip_grad_norm_(self._params, max_norm)
-        return torch.nn.utils.get_total_norm([p.grad for p in self._params if p.grad is not None])
+        """Scale gradients down to a total 2-norm of ``max_norm`` (0: only measure); the norm before, a 0-d tensor.
+
+        Gradients whose norm is not finite stay as they are: scaled, they would all be NaN, and none could be named.
+        """
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._params if p.grad is not None])
+        if max_norm > 0 and norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(self._params, max_norm, norm)
+        return norm
 
     def state_out(self) -> dict[str, dict[str, Any]]:
         """The optimizers' state by parameter name: their own tensors, not copies. Empty before the first step."""

@@ -46,6 +46,7 @@ class RoundState:
 
     anchor: dict[str, Tensor]
     workers: dict[int, WorkerState]
+    outer: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the outer optimizer's state, by parameter name
     round: int = 0
     step: int = 0
     hosted_index: int = 0  # whose turn it is, among the workers of this process
@@ -108,9 +109,10 @@ class Round:
         while state.hosted_index < len(self.hosted):
             worker_id = self.hosted[state.hosted_index]
             own = state.workers[worker_id]
+            self.observe("turn", worker=worker_id, moves_anchor=False)
             self.worker.load(worker_id, state.live or state.anchor, own)
             finished = self._turn(state, steps)
-            own.optimizer = self.worker.inner.state_out()
+            own.optimizer, own.version = self.worker.inner.state_out(), state.step + state.turn.steps
             if not finished:
                 state.live = {name: p.detach().clone() for name, p in self.worker.parameters.items()}
                 return False
@@ -124,10 +126,13 @@ class Round:
 
     def _data_parallel_loop(self, state: RoundState, steps: int) -> bool:
         """H = 1 with gradients for deltas: every step reads all workers' batches, the live model is the anchor."""
-        self.worker.id, self.worker.slices = 0, self.hosted
-        self.worker.inner.state_in(state.workers[0].optimizer)
+        own = state.workers[0]
+        self.observe("turn", worker=0, moves_anchor=True)
+        self.worker.load(0, state.anchor, own)
+        self.worker.slices = self.hosted
+        state.anchor = {name: p.data for name, p in self.worker.parameters.items()}
         finished = self._turn(state, steps)
-        state.workers[0].optimizer = self.worker.inner.state_out()
+        own.optimizer, own.version = self.worker.inner.state_out(), state.step + state.turn.steps
         if finished:
             state.parts = [Part(0, 1.0, _mean_loss(state.turn), state.turn.skipped, math.nan)]
         return finished
@@ -141,9 +146,9 @@ class Round:
             torch.sub(state.anchor[name], value, out=value)
         norms = torch.stack(torch._foreach_norm(list(deltas.values()), 2, dtype=torch.float64))
         if not math.isfinite(float(norms.sum())):
-            return self._drop(
-                state, worker_id, next(n for n, v in zip(deltas, norms.tolist(), strict=True) if not math.isfinite(v))
-            )
+            bad = [name for name, norm in zip(deltas, norms.tolist(), strict=True) if not math.isfinite(norm)]
+            self._drop(state, worker_id, bad[0])
+            return
         self.observe("delta", worker=worker_id, deltas=deltas)
         weight, coded_square = 1.0, 0.0
         errors = state.workers[worker_id].codec_error
@@ -153,13 +158,11 @@ class Round:
                 errors[name] = error
             if not self.reduce.additive:
                 state.deltas.setdefault(name, []).append(arrived.clone())
-                coded_square += float(arrived.double().square().sum())
+                coded_square += _square(arrived)
                 continue
             masks = generator(self.seed, state.round, name, worker_id) if self.reduce.random else None
             coded = self.reduce.encode(arrived, weight=weight, generator=masks)
-            coded_square += (
-                float(torch.linalg.vector_norm(coded[: self.reduce.summed].sum(0), dtype=torch.float64)) ** 2
-            )
+            coded_square += _square(_coded_delta(coded, self.reduce))
             if name in state.totals:
                 state.totals[name] += coded
             else:
@@ -174,7 +177,7 @@ class Round:
                 f"worker {worker_id}, round {state.round + 1}: the delta of {tensor} is not finite; "
                 "lower inner.lr, or set on_nonfinite: skip"
             )
-        state.workers[worker_id] = WorkerState()
+        state.workers[worker_id] = WorkerState(version=state.step + state.turn.steps)
         state.dropped.append(worker_id)
         self.observe(
             "nonfinite", what="delta", worker=worker_id, step=state.step + state.turn.steps, tensor=tensor, tensors=1
@@ -196,6 +199,7 @@ class Round:
         self.observe("outer", round=state.round)
         self.outer.step()
         self.outer.zero_grad()
+        state.outer = {name: self.outer.state[a] for name, a in state.anchor.items() if a in self.outer.state}
         self.comm.publish(state.anchor, self.owner)
         return {**metrics, "reduce_s": reduced - started, "outer_s": time.perf_counter() - reduced}
 
@@ -206,20 +210,20 @@ class Round:
         for name, anchor in state.anchor.items():
             if self.reduce.additive:
                 total = state.totals.pop(name)
-                summed = total[: self.reduce.summed].sum(0)
+                summed = _coded_delta(total, self.reduce)
                 delta = self.reduce.decode(total, state.total_weight)
             else:
                 stacked = torch.stack(state.deltas.pop(name))
                 summed = stacked.sum(0)
                 delta = self.reduce(stacked, torch.tensor([part.weight for part in state.parts]))
-            summed_square += float(torch.linalg.vector_norm(summed, dtype=torch.float64)) ** 2
-            delta_square += float(torch.linalg.vector_norm(delta, dtype=torch.float64)) ** 2
+            summed_square += _square(summed)
+            delta_square += _square(delta)
             anchor.grad = delta.to(anchor.dtype)
         return {"summed_square": summed_square, "delta_square": delta_square}
 
     def _metrics(self, state: RoundState, squares: dict[str, float]) -> dict[str, Any]:
         parts = sorted((part for parts in self.comm.gather(state.parts) for part in parts), key=lambda p: p.worker)
-        losses = [part.mean_loss for part in parts]
+        losses = [part.mean_loss for part in parts if not math.isnan(part.mean_loss)] or [math.nan]  # who took a step
         return {
             "train_loss": sum(losses) / len(losses),
             "train_loss_spread": max(losses) - min(losses),
@@ -239,6 +243,15 @@ def _mean_cosine(parts: list[Part], summed_square: float) -> float | None:
     own = sum(n * n for n in norms)
     pairs = sum(norms) ** 2 - own
     return (summed_square - own) / pairs if len(parts) > 1 and pairs > 0 else None
+
+
+def _coded_delta(coded_KS: Tensor, reduce: Reduce) -> Tensor:
+    """What the channels say the delta is: those that are summed, added up."""
+    return coded_KS[0] if reduce.summed == 1 else coded_KS[: reduce.summed].sum(0)
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _mean_loss(turn: Turn) -> float:

@@ -14,10 +14,11 @@ from . import rules
 from .comm import Comm
 from .config import BudgetConfig, CommConfig, InnerConfig, OuterConfig, ReduceConfig, RunConfig, TransformConfig
 from .inner import InnerOptimizer, lr_factor
+from .model import check_buffers
 from .outer import OuterOptimizer, outer_groups
 from .roles import roles, select, transposed
 from .round import Round, RoundState
-from .worker import Observe, Worker, WorkerState, silent
+from .worker import Observe, Worker, WorkerState, micro_batches, silent
 
 
 @dataclass
@@ -45,8 +46,12 @@ def build_round(
     inner: Callable[[list[nn.Parameter]], Any] | None = None,
     observe: Observe = silent,
     stop: Callable[[], bool] = lambda: False,
+    state: RoundState | None = None,
 ) -> tuple[Round, RoundState]:
-    """The parts of a round over ``model``, and the state before its first step."""
+    """The parts of a round over ``model``, and the state before its first step.
+
+    ``state``: where another training of the same model and config stood. This one goes on from there, with its tensors.
+    """
     role = roles(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
@@ -77,13 +82,15 @@ def build_round(
         abort_on_nonfinite=config.on_nonfinite == "abort",
         observe=observe,
     )
-    if config.is_dp:
-        anchor, states, reduce, outer = {n: p.data for n, p in named.items()}, {0: WorkerState()}, None, None
-    else:
+    if state is None:
         anchor = {n: p.detach().clone(memory_format=torch.contiguous_format) for n, p in named.items()}
-        states = {w: WorkerState() for w in comm.hosted(config.workers)}
+        hosted = [0] if config.is_dp else comm.hosted(config.workers)
+        state = RoundState(anchor=anchor, workers={w: WorkerState() for w in hosted})
+    reduce = outer = None
+    if not config.is_dp:
         reduce = rules.bind_reduce(str(config.reduce.name), config.reduce.options)
-        outer = build_outer(anchor, config=config, roles=role, transposed=transposed(model))
+        outer = build_outer(state.anchor, config=config, roles=role, transposed=transposed(model))
+        outer.state.update({state.anchor[name]: entry for name, entry in state.outer.items()})
     parts = Round(
         worker,
         workers=config.workers,
@@ -96,7 +103,7 @@ def build_round(
         observe=observe,
         stop=stop,
     )
-    return parts, RoundState(anchor=anchor, workers=states)
+    return parts, state
 
 
 def build_outer(
@@ -175,7 +182,8 @@ def simulate(
     state. The default random generators are left as they were found.
 
     Raises:
-        ValueError: what is wrong with the arguments, before any step.
+        ValueError: what is wrong with the arguments or the model (buffers that a forward pass changes, as BatchNorm's),
+            before any step.
     """
     config = RunConfig(
         method=method,
@@ -191,6 +199,8 @@ def simulate(
         comm=CommConfig(wire=wire),  # type: ignore[arg-type]
     )
     own_inner = inner if callable(inner) and not isinstance(inner, InnerConfig) else None
+    if any(True for _ in model.buffers()):
+        check_buffers(model, loss_fn, micro_batches(batch_fn(0, 0))[0])
     started = time.perf_counter()
     with torch.random.fork_rng():
         training, state = build_round(

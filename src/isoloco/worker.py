@@ -29,10 +29,42 @@ def silent(phase: str, **info: Any) -> None:
 
 @dataclass
 class WorkerState:
-    """What a worker keeps between its turns, by parameter name: plain tensors."""
+    """What a worker keeps between its turns, by parameter name: plain tensors.
+
+    ``version`` changes whenever they do: it counts the worker's inner steps, a reset included.
+    """
 
     optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     codec_error: dict[str, Tensor] = field(default_factory=dict)
+    version: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it under names that say what it is, for a file."""
+        errors = {f"codec_error/{name}": tensor for name, tensor in self.codec_error.items()}
+        return {f"optimizer/{name}": tensor for name, tensor in by_name(self.optimizer).items()} | errors
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> WorkerState:
+        """The inverse of `tensors`."""
+        kinds: dict[str, dict[str, Tensor]] = {"optimizer": {}, "codec_error": {}}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            kinds[kind][name] = tensor
+        return cls(optimizer=from_names(kinds["optimizer"]), codec_error=kinds["codec_error"])
+
+
+def by_name(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """An optimizer's state {parameter: {slot: tensor}} as {slot/parameter: tensor}."""
+    return {f"{slot}/{name}": tensor for name, entry in state.items() for slot, tensor in entry.items()}
+
+
+def from_names(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The inverse of `by_name`."""
+    state: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        slot, _, name = key.partition("/")
+        state.setdefault(name, {})[slot] = tensor
+    return state
 
 
 @dataclass
@@ -92,7 +124,7 @@ class Worker:
         return True
 
     def _inner_step(self, step: int, turn: Turn) -> None:
-        batches = [(w, i, batch) for w in self.slices for i, batch in enumerate(_micro_batches(self.batch_fn(w, step)))]
+        batches = [(w, i, batch) for w in self.slices for i, batch in enumerate(micro_batches(self.batch_fn(w, step)))]
         weights = [self.weight_fn(batch) if self.weight_fn else 1.0 for _, _, batch in batches]
         total = sum(weights)
         step_loss: Tensor | None = None
@@ -127,6 +159,6 @@ class Worker:
         self.observe("nonfinite", what="gradient", worker=self.id, step=step, tensor=name, tensors=len(bad))
 
 
-def _micro_batches(batch: Any) -> Sequence[Any]:
+def micro_batches(batch: Any) -> Sequence[Any]:
     """A list is a list of micro-batches; anything else is one batch."""
     return batch if isinstance(batch, list) else [batch]
