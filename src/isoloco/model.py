@@ -19,6 +19,7 @@ from .presets import MODELS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+MASKLESS = "isoloco_causal"  # sdpa that is never given a mask
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*",
@@ -45,20 +46,21 @@ def build(
     from transformers import AutoModelForCausalLM
 
     hf_config = model_config(config, vocab_size=vocab_size, eos_id=eos_id)
-    # Attention is transformers' own choice: sdpa where the architecture has it, else eager.
+    # The attention is transformers' own choice: sdpa where the architecture has it, else eager.
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would touch the GPUs' generators too
         if config.model.init_from is None:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
         else:
             model = _load(config.model.init_from, hf_config)
-        _check_causal(model)
+        _settle_attention(model, config.model.seq_len)
     model.train()
     return model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
 
 
 def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = None) -> PretrainedConfig:
     """The Hugging Face config of the network that ``config.model`` names, checked against the data's vocabulary."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     values, where = _config_values(config)
@@ -75,7 +77,10 @@ def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = Non
         # Documents end with one token, and nothing else is special: a padding id would get no gradient.
         eos_id = values.get("eos_token_id") if eos_id is None else eos_id
         values |= {"eos_token_id": eos_id, "bos_token_id": None, "pad_token_id": None}
-    hf_config = CONFIG_MAPPING[model_type](**values)
+    try:
+        hf_config = CONFIG_MAPPING[model_type](**values)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {str(error).strip().splitlines()[-1].strip()}") from None
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: {model_type} is no causal language model; give one that predicts the next token")
     hf_config.use_cache = False  # keys and values are kept for generation only
@@ -144,16 +149,39 @@ def _load(directory: str, hf_config: PretrainedConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _check_causal(model: PreTrainedModel) -> None:
-    """An encoder sees the token it should predict: its loss would mean nothing."""
+def _settle_attention(model: PreTrainedModel, seq_len: int) -> None:
+    """Refuse an encoder; where attention is plainly causal, let the kernel's own flag do it, without masks.
+
+    transformers looks at the positions in every forward pass to see whether rows are packed: a wait for the device in
+    each, and under torch.compile a dense mask that rules out flash attention. Our rows are never packed or padded. An
+    attention function that has no mask function is its documented way out.
+    """
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     model.eval()
-    tokens = torch.tensor([[0, 0], [0, 1]], device=model.device)
-    first, second = model(input_ids=tokens).logits[:, 0].float()
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max())):
+    tokens = torch.arange(8, device=model.device).remainder(model.config.get_text_config().vocab_size)
+    rows = torch.stack([tokens, torch.cat([tokens[:-1], tokens[:1]])])
+    logits = model(input_ids=rows).logits.float()
+    tolerance = 1e-3 * float(logits.abs().max())
+    if not torch.allclose(logits[0, :-1], logits[1, :-1], rtol=0, atol=tolerance):
         raise ValueError(
-            f"{type(model).__name__} is not causal: a token changes the prediction before it; "
-            "use a decoder (for some encoders: is_decoder: true in the config)"
+            f"{type(model).__name__} is not causal: a token changes the predictions before it, so that its loss would "
+            "mean nothing; use a decoder (for some encoders: is_decoder: true in the config)"
         )
+    text = model.config.get_text_config()
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    windowed = any(window is not None and window < seq_len for window in windows)
+    if (
+        model.config._attn_implementation != "sdpa"
+        or windowed
+        or {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    ):
+        return
+    AttentionInterface.register(MASKLESS, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(MASKLESS)
+    if not torch.equal(model(input_ids=rows).logits.float(), logits):  # a mask said more than causal, ALiBi for one
+        model.set_attn_implementation("sdpa")
 
 
 @contextmanager
@@ -282,14 +310,12 @@ def export(
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         # aliases of a tied weight share one tensor, so that it is saved once; what is not trained is in no anchor
         state[alias] = anchor.get(names[parameter], parameter).detach()
-    for settings in filter(None, (model.config, model.generation_config)):
-        settings.use_cache = True
-    try:
-        with _quiet_transformers():
-            model.save_pretrained(partial, state_dict=state)
-    finally:
-        for settings in filter(None, (model.config, model.generation_config)):
-            settings.use_cache = False
+    with _quiet_transformers():
+        model.save_pretrained(partial, state_dict=state)
+    for settings in (partial / "config.json", partial / "generation_config.json"):
+        if settings.is_file():  # in the files alone: the model may be in training meanwhile, without a cache
+            values = json.loads(settings.read_text(encoding="utf-8")) | {"use_cache": True}
+            settings.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if tokenizer_dir is not None:
         for path in {path for pattern in TOKENIZER_FILES for path in Path(tokenizer_dir).glob(pattern)}:
             if path.is_file():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from .data.shards import Data
+    from .round import Round
 
 # dense bf16 FLOP/s of known accelerators (vendors' data sheets), for model FLOP utilisation
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
@@ -132,7 +133,7 @@ def check_data(config: RunConfig, data: Data, *, tokens: int) -> None:
     rows = data.split("train").rows(seq_len)
     if rows < batch:
         raise ValueError(
-            f"{data.path} has {available:,} training tokens, {rows} rows of {seq_len}: fewer than one batch of {batch}; "
+            f"{data.path} has {available:,} training tokens, {rows} rows of {seq_len}, fewer than a batch of {batch}; "
             "lower global_batch_size or model.seq_len, or prepare more data"
         )
     passes = tokens / (rows * seq_len)
@@ -238,6 +239,16 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path) -> list[tuple
     if config.workers > 1:
         wire = f"{size(plan.round_bytes)} per worker and round in {config.comm.wire}{fewer}, were each worker a process"
         rows.insert(-1, ("wire", wire))
+    return rows
+
+
+def training_rows(training: Round) -> list[tuple[str, str]]:
+    """What is known once the parts are built: matrices that Muon has, stacks that the transform leaves alone."""
+    rows = []
+    if training.worker.inner.orthogonalized:
+        rows.append(("muon", f"{training.worker.inner.orthogonalized} matrices orthogonalised in every inner step"))
+    if training.outer is not None and (passed := training.outer.passed_through):
+        rows.append(("untransformed", f"{len(passed)} stacks of matrices pass as they are: {', '.join(passed)}"))
     return rows
 
 

@@ -54,7 +54,8 @@ class Recorder:
             self.tracker.event("nonfinite", round=self.state.round + 1, **info)
         elif phase == "reduced":
             every = self.config.log.spectra_every_rounds
-            if every and self.state.round % every == 0 and self.matrices:
+            due = every and ((self.state.round + 1) % every == 0 or self.state.round + 1 == self.plan.rounds)
+            if due and self.matrices:
                 matrices = {name: self._spectrum(info["deltas"][name]) for name in self.matrices}
                 self.tracker.spectra(round=self.state.round + 1, step=self.state.step, matrices=matrices)
         if self.hear:
