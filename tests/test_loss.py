@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from isoloco.config import ComputeConfig, ModelConfig, RunConfig
-from isoloco.loss import autocast, has_linear_head, language_loss, loss_function, resolve_loss_kernel
+from isoloco.loss import CHUNK_TOKENS, autocast, has_linear_head, language_loss, loss_function, resolve_loss_kernel
 from isoloco.model import build, meta_model
 from tiny_models import CONFIGS, SEQ_LEN, VOCAB, config_file, run_config
 
@@ -53,13 +53,41 @@ def test_a_model_that_knows_nothing_has_the_entropy_of_a_uniform_guess(tmp_path)
 
 @needs_chunked
 @pytest.mark.parametrize("name", CONFIGS)
-def test_chunked_is_plain(name, tmp_path):
+def test_chunked_is_plain(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 11)  # several chunks, the last one shorter
     model = build(run_config(name, tmp_path), vocab_size=VOCAB).eval()
     assert has_linear_head(model)
     plain, chunked = (language_loss(model, rows(), kernel=kernel) for kernel in ("plain", "chunked"))
     assert chunked.item() == pytest.approx(plain.item(), abs=1e-6)
     assert chunked.dtype == torch.float32
+    with torch.no_grad():
+        assert language_loss(model, rows(), kernel="chunked").item() == pytest.approx(plain.item(), abs=1e-6)
     assert_same_gradients(gradients(model, plain), gradients(model, chunked), 1e-5)
+
+
+@needs_chunked
+def test_chunked_never_holds_all_logits(tmp_path, monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        """Most elements of a tensor that was made."""
+
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for each in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(each, torch.Tensor):
+                    self.elements = max(self.elements, each.numel())
+            return result
+
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 8)
+    model = model_of("llama", tmp_path, vocab_size=4096)
+    logits = 4 * SEQ_LEN * 4096
+    for kernel, fewer in (("plain", False), ("chunked", True)):
+        with Largest() as largest:
+            language_loss(model, rows(), kernel=kernel).backward()
+        assert (largest.elements < logits) == fewer, kernel
 
 
 @needs_chunked

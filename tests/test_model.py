@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from isoloco.config import ModelConfig, RunConfig
 from isoloco.loss import language_loss
 from isoloco.model import (
+    MASKLESS,
     build,
     check_buffers,
     checkpoint_activations,
@@ -70,8 +71,32 @@ def test_every_architecture_trains_exports_and_reloads_bitwise(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
 
 
-def test_attention_is_sdpa_for_the_presets():
-    assert build(preset("tiny"), vocab_size=VOCAB).config._attn_implementation == "sdpa"
+def test_plainly_causal_attention_needs_no_masks(tmp_path):
+    def built(name="llama", **changes):
+        config = RunConfig(model=ModelConfig(config=config_file(name, tmp_path, **changes), seq_len=SEQ_LEN))
+        return build(config, vocab_size=VOCAB)
+
+    for name in CONFIGS:
+        model = built(name).eval()
+        assert model.config._attn_implementation == MASKLESS
+        fast = model(rows()).logits
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(model(rows()).logits, fast), name
+    assert built("llama", model_type="mistral", sliding_window=SEQ_LEN).config._attn_implementation == MASKLESS
+    assert built("llama", model_type="mistral", sliding_window=SEQ_LEN - 1).config._attn_implementation == "sdpa"
+    assert built("llama", model_type="olmo3").config._attn_implementation == "sdpa"  # sliding layers
+    assert built("llama", model_type="falcon", alibi=True).config._attn_implementation == "sdpa"
+    assert built("llama", model_type="gemma2", head_dim=16).config._attn_implementation == "eager"
+
+
+def test_windows_reach_as_far_as_they_say(tmp_path):
+    window = 4
+    path = config_file("llama", tmp_path, model_type="mistral", sliding_window=window, num_hidden_layers=1)
+    model = build(RunConfig(model=ModelConfig(config=path, seq_len=SEQ_LEN)), vocab_size=VOCAB).eval()
+    changed = rows()
+    changed[:, 0] = (changed[:, 0] + 1) % VOCAB
+    moved = (model(rows()).logits - model(changed).logits).abs().amax((0, 2)) > 0
+    assert moved.tolist() == [True] * window + [False] * (SEQ_LEN - window)
 
 
 def test_tied_weights_are_written_once(tmp_path):

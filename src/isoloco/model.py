@@ -80,7 +80,7 @@ def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = Non
     try:
         hf_config = CONFIG_MAPPING[model_type](**values)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {str(error).strip().splitlines()[-1].strip()}") from None
+        raise ValueError(f"{where}: {str(error).rpartition('Error: ')[2].strip()}") from None  # the cause comes last
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: {model_type} is no causal language model; give one that predicts the next token")
     hf_config.use_cache = False  # keys and values are kept for generation only
