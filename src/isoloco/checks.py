@@ -38,7 +38,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
 
 
 def _coerce(value: Any, kind: Any) -> Any:
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    kinds = alternatives(kind)
     if isinstance(value, float) and int in kinds and float not in kinds and value == int(value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
@@ -55,8 +55,8 @@ def _coerce(value: Any, kind: Any) -> Any:
 def _matches(value: Any, kind: Any) -> bool:
     if kind is Any:
         return True
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return any(_matches(value, each) for each in typing.get_args(kind))
+    if len(kinds := alternatives(kind)) > 1:
+        return any(_matches(value, each) for each in kinds)
     origin = typing.get_origin(kind)
     if origin is Literal:
         return value in typing.get_args(kind)
@@ -72,16 +72,24 @@ def _matches(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not (kind is float and value != value)
 
 
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that a union allows, any other type alone."""
+    union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    return typing.get_args(kind) if union else (kind,)
+
+
 def type_name(kind: Any) -> str:
-    """What a type takes, in words."""
-    if kind is type(None):
-        return "nothing (null)"
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join(type_name(each) for each in typing.get_args(kind))
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    """What a type takes, in words; that nothing (null) is taken too goes without saying."""
+    if len(kinds := [each for each in alternatives(kind) if each is not types.NoneType]) > 1:
+        return " or ".join(map(type_name, kinds))
+    origin, inner = typing.get_origin(kinds[0]), typing.get_args(kinds[0])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, inner))
+    if origin is tuple:
+        return f"{len(inner)} numbers"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return names.get(kind, str(kind).replace("typing.", ""))
+    names |= {list: "a list of names", dict: "a mapping from names to values"}
+    return names[origin or kinds[0]]
 
 
 def _apply_preset(config: RunConfig) -> None:
@@ -138,7 +146,8 @@ def _check_values(config: RunConfig) -> None:
         "checkpoint.keep_last",
     ):
         _require(config, key, lambda v: v >= 1, "at least 1")
-    for key in ("micro_batch_size", "budget.tokens", "budget.steps", "eval.tokens", "compute.threads"):
+    for key in ("micro_batch_size", "budget.tokens", "budget.steps", "eval.tokens", "compute.threads",
+                "data.max_tokens"):  # fmt: skip
         _require(config, key, lambda v: v is None or v >= 1, "at least 1")
     for key in ("inner.lr", "inner.weight_decay", "inner.clip", "seed", "eval.every_rounds", "checkpoint.every_rounds",
                 "log.spectra_every_rounds", "data.valid_tokens", "data.test_tokens"):  # fmt: skip
@@ -160,8 +169,9 @@ def _check_values(config: RunConfig) -> None:
         and config.data.valid_tokens + config.data.test_tokens >= 1
     ):
         raise ValueError("data.valid_tokens and data.test_tokens take all documents: nothing is left to train on")
-    if config.data.source is None and config.data.tokenizer is not None:
-        raise ValueError("data.tokenizer is for a data.source; prepared shards have their tokenizer in the manifest")
+    for key in ("data.tokenizer", "data.max_tokens"):
+        if config.data.source is None and get(config, key) is not None:
+            raise ValueError(f"{key} is for a data.source; prepared shards have their own")
     if config.model.preset is not None and config.model.preset not in MODELS:
         raise ValueError(unknown("model.preset", config.model.preset, MODELS))
     roles = ("matrix", "embedding", "head", "vector")
@@ -174,6 +184,8 @@ def _check_values(config: RunConfig) -> None:
         raise ValueError(
             f"data.per_worker names {len(config.data.per_worker)} directories for {config.workers} workers: one each"
         )
+    if config.compute.processes_per_worker != 1:
+        raise ValueError("compute.processes_per_worker: takes 1; several processes for one worker are not there yet")
     _check_batches(config)
 
 

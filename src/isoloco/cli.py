@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,26 +32,58 @@ isoloco COMMAND --help says more.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
+    """Entry point: 0 done, 2 bad input (one line on stderr), 130 interrupted, 141 nobody reads what is printed."""
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        with _own_warnings():
+            code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        return _tell(str(error), code=2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _tell(f"{error.filename}: {error.strerror}", code=2)
+    except KeyboardInterrupt as interrupt:
+        return _tell("interrupted" + "".join(f"; {note}" for note in interrupt.args), code=130)
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
     if argv[0] in ("-V", "--version"):
         print(__version__)
         return 0
-    try:
-        if argv[0] not in COMMANDS:
-            from .config import unknown
+    if argv[0] not in COMMANDS:
+        from .config import unknown
 
-            raise ValueError(unknown("command", argv[0], COMMANDS))
-        return COMMANDS[argv[0]](argv[1:])
-    except ValueError as error:
-        print(f"isoloco: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("isoloco: interrupted", file=sys.stderr)
-        return 130
+        raise ValueError(unknown("command", argv[0], COMMANDS))
+    return COMMANDS[argv[0]](argv[1:])
+
+
+def _tell(line: str, *, code: int) -> int:
+    print(f"isoloco: {' '.join(line.split())}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Our own warnings are one line each; those of libraries are for who develops with them, and asks: python -W."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        _tell(f"warning: {message}", code=0)
+
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", module=r"isoloco\b")
+            warnings.showwarning = show
+        yield
 
 
 TRAIN_HELP = """Train a language model with W workers that meet every H inner steps.
@@ -57,47 +93,89 @@ examples:
   isoloco train quickstart --method diloco --workers 16 --outer.lr 0.9
   isoloco train my.yaml --budget.tokens 2e9
 """
-
-
-def _train(argv: list[str]) -> int:
-    from .recipe import run_config
-
-    config, sources = run_config(argv, prog="isoloco train", description=TRAIN_HELP)
-    stop = _stop_on_interrupt()
-    from .train import train
-
-    result = train(config, sources=sources, quiet=False, stop=stop, command=" ".join(["isoloco train", *argv]))
-    return 0 if result.state == "finished" else 130
-
-
-def _stop_on_interrupt() -> Callable[[], bool]:
-    """Ctrl-C asks the run to end cleanly; a second one leaves at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: Any) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, ask)
-    return lambda: bool(asked)
-
-
-PLAN_HELP = """What a run will take, without training.
+PLAN_HELP = """What a run will take, without training: steps, memory, bytes on the wire and on disk.
 
 examples:
   isoloco plan quickstart --workers 32
 """
 
 
+def _options_help(command: str, description: str) -> str:
+    from .recipe import packaged
+    from .reference import option_help
+
+    return (
+        f"usage: isoloco {command} [RECIPE | FILE.yaml] [--KEY VALUE ...]\n\n{description}\n"
+        f"A recipe is one of {', '.join(packaged('recipes'))} (isoloco recipes), or the path of a YAML file that holds "
+        f"such options.\nDefaults are in brackets; counts may be written 1e9, lists a,b.\n\n{option_help()}"
+    )
+
+
+def _train(argv: list[str]) -> int:
+    if _asks_for_help(argv):
+        print(_options_help("train", TRAIN_HELP))
+        return 0
+    from .data.shards import open_data
+    from .recipe import run_config
+    from .rundir import check_place
+    from .sinks import check_extras
+
+    config, sources = run_config(argv, prog="isoloco train")
+    check_extras(config)  # what can be told before the seconds that torch takes to import; train asks again
+    check_place(config)
+    for path in config.data.per_worker or filter(None, [config.data.path]):
+        open_data(path)
+    from .train import train
+
+    command = shlex.join(["isoloco", "train", *argv])
+    with _Interrupts() as interrupts:
+        result = train(config, sources=sources, quiet=False, stop=interrupts.asked, command=command)
+    return 0 if result.state == "finished" else 130
+
+
+def _asks_for_help(argv: list[str]) -> bool:
+    return bool({"-h", "--help"}.intersection(argv))
+
+
+class _Interrupts:
+    """Ctrl-C, from the first step on, asks the run to end cleanly; a second one, or one before, leaves at once."""
+
+    def __init__(self) -> None:
+        self._watching, self._asked = False, False
+        self._before = signal.getsignal(signal.SIGINT)
+
+    def __enter__(self) -> _Interrupts:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def asked(self) -> bool:
+        """Whether to end: the training asks before every step."""
+        if not self._watching:
+            signal.signal(signal.SIGINT, self._hear)
+            self._watching = True
+        return self._asked
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nisoloco: ending with what there is; Ctrl-C again leaves at once\n")  # print may be interrupted
+
+
 def _plan(argv: list[str]) -> int:
+    if _asks_for_help(argv):
+        print(_options_help("plan", PLAN_HELP))
+        return 0
     from .recipe import run_config
 
-    config, _ = run_config(argv, prog="isoloco plan", description=PLAN_HELP)
+    config, _ = run_config(argv, prog="isoloco plan")
     from .plan import header_rows
     from .train import prepare_run
 
     prepared = prepare_run(config)
-    rows = header_rows(prepared.config, prepared.plan, data_path=prepared.data[0].path)
+    rows = [("method", config.method)]
+    rows += header_rows(prepared.config, prepared.plan, data_path=prepared.data[0].path)
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
@@ -160,18 +238,21 @@ def _prepare(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     from .data.prepare import prepare
 
-    path = prepare(
-        out_dir=args.out,
-        source=args.source[0] if len(args.source) == 1 else args.source or dclm,
-        tokenizer=args.tokenizer,
-        text_field=args.text_field,
-        valid_tokens=args.valid_tokens,
-        test_tokens=args.test_tokens,
-        max_tokens=args.max_tokens,
-        shard_tokens=args.shard_tokens,
-        seed=args.seed,
-    )
-    print(f"prepared {path}; train on it: isoloco train quickstart --data.path {path}")
+    try:
+        path = prepare(
+            out_dir=args.out,
+            source=args.source[0] if len(args.source) == 1 else args.source or dclm,
+            tokenizer=args.tokenizer,
+            text_field=args.text_field,
+            valid_tokens=args.valid_tokens,
+            test_tokens=args.test_tokens,
+            max_tokens=args.max_tokens,
+            shard_tokens=args.shard_tokens,
+            seed=args.seed,
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on from there") from None
+    print(f"prepared {path}; train on it: isoloco train quickstart --data.path {shlex.quote(str(path))}")
     return 0
 
 

@@ -71,6 +71,8 @@ class DataConfig:
     """One directory of shards for each worker, instead of slices of common batches."""
     epochs: float = result(1.0)
     """How many passes over the training split the budget may take; more tokens than that are an error."""
+    max_tokens: int | None = nothing(None)
+    """Training tokens that are prepared of a source, where it is larger than one needs; else all of it."""
 
 
 @dataclass(kw_only=True)
@@ -195,7 +197,7 @@ class CommConfig:
     ordered: bool = result(False)
     """Keep deltas apart and sum them in worker order: bitwise the same in every layout."""
     timeout_s: float = nothing(600.0)
-    """How long a process waits for the others."""
+    """Seconds that a process waits for the others."""
 
 
 @dataclass(kw_only=True)
@@ -375,5 +377,7 @@ def unknown(what: str, got: str, known: typing.Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(got, names, 3, 0.5)
     near += [name for name in names if name.rsplit(".", 1)[-1] == got and name not in near]
-    hint = f"nearest: {', '.join(near[:4])}" if near else f"known: {', '.join(names)}"
+    hint = f"known: {', '.join(names)}" if len(names) <= 20 else f"none of {len(names)} is like it"
+    if near:
+        hint = f"nearest: {', '.join(near[:4])}"
     return f"unknown {what} {got!r}; {hint}"

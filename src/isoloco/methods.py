@@ -22,15 +22,16 @@ SUMMARIES = {
     "isoloco_muon": "IsoLoCo with Muon inside the workers",
 }
 
+HEADER = ("method", "inner", "inner lr", "reduce", "transform", "momentum", "outer lr")
+
 
 def describe_all() -> str:
     """The table of methods, then one line for each reduce and transform."""
     from .rules import REDUCES, TRANSFORMS, describe
 
     lines = ["methods (isoloco train RECIPE --method NAME)", ""]
-    header = ("method", "inner", "reduce", "transform", "momentum", "outer lr")
-    table = [header, *(_row(name) for name in METHODS)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    table = [HEADER, *(_row(name) for name in METHODS)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for title, rules in (("reduces (--reduce.name)", REDUCES), ("transforms (--transform.name)", TRANSFORMS)):
@@ -57,8 +58,7 @@ def markdown() -> str:
     """The generated part of docs/methods.md."""
     from .rules import REDUCES, TRANSFORMS, describe
 
-    header = ("method", "inner", "reduce", "transform", "momentum", "outer lr")
-    lines = ["## Methods", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines = ["## Methods", "", "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     lines += ["| " + " | ".join([f"`{name}`", *_row(name)[1:]]) + " |" for name in METHODS]
     lines += ["", *(f"- `{name}`: {text}" for name, text in SUMMARIES.items())]
     for title, rules in (("Reduces", REDUCES), ("Transforms", TRANSFORMS)):
@@ -66,9 +66,9 @@ def markdown() -> str:
         for name in rules:
             facts = describe(name)
             lines += ["", f"### `{name}`", "", facts["summary"], ""]
-            lines += [
-                f"- {key}: {facts[key]}" for key in ("equation", "scale", "cost", "bytes", "source") if facts[key]
-            ]
+            if facts["equation"]:
+                lines.append(f"- equation: `{facts['equation']}`")
+            lines += [f"- {key}: {facts[key]}" for key in ("scale", "cost", "bytes", "source") if facts[key]]
             lines += [f"- option `{option}`: {_option(o)}" for option, o in facts["options"].items()]
     return "\n".join(lines) + "\n"
 
@@ -78,9 +78,10 @@ def _row(name: str) -> tuple[str, ...]:
     momentum = preset.get("outer.momentum", 0.0)
     kind = "none" if not momentum else f"{'Nesterov' if preset.get('outer.nesterov') else 'heavy ball'} {momentum:g}"
     inner = {"adamw": "AdamW", "muon": "Muon"}[preset["inner.optimizer"]]
+    inner_lr = f"{preset['inner.lr']:g}"
     if "reduce.name" not in preset:
-        return (name, inner, "-", "-", "-", "-")
-    return (name, inner, preset["reduce.name"], preset["transform.name"], kind, f"{preset['outer.lr']:g}")
+        return (name, inner, inner_lr, "-", "-", "-", "-")
+    return (name, inner, inner_lr, preset["reduce.name"], preset["transform.name"], kind, f"{preset['outer.lr']:g}")
 
 
 def _describe_method(name: str) -> str:
@@ -99,4 +100,6 @@ def _describe_rule(facts: dict[str, Any]) -> str:
 
 
 def _option(option: dict[str, Any]) -> str:
-    return f"{option['takes']} (default {option['default']})"
+    default = option["default"]
+    told = "nothing" if default is None else str(default).lower() if isinstance(default, bool) else default
+    return f"{option['takes']} (default {told})"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
+import typing
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .checks import type_name
-from .config import ONE_OF, RunConfig, from_flat, options, unknown
+from .checks import alternatives, type_name
+from .config import ONE_OF, Option, RunConfig, from_flat, options, unknown
 from .presets import METHODS
 
 
@@ -35,59 +39,64 @@ def load_yaml(name: str, kind: str) -> tuple[str, dict[str, Any]]:
     elif name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ValueError(f"no such file: {name}")
-        label, text = name, Path(name).read_text("utf-8")
+        try:
+            label, text = name, Path(name).read_text("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{name}: not valid YAML: it is not UTF-8 text") from None
     else:
         raise ValueError(unknown(singular, name, known) + " (or the path of a .yaml file)")
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"{label}: not valid YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{label}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{label}: takes a mapping of options, got {type(tree).__name__}")
     return label, tree
 
 
-def run_config(argv: list[str], *, prog: str, description: str) -> tuple[RunConfig, dict[str, str]]:
+def run_config(argv: list[str], *, prog: str) -> tuple[RunConfig, dict[str, str]]:
     """The config that a command line asks for, and where each value that was given came from.
 
     Raises:
         ValueError: one line that says what is wrong, with the nearest names for one that is unknown.
     """
-    recipe, given = _parse(argv, prog=prog, description=description)
+    recipe, given = _parse(argv, prog=prog)
     return build_config(recipe, given)
 
 
 def build_config(recipe: str | None, given: dict[str, Any]) -> tuple[RunConfig, dict[str, str]]:
     """Lay dotted keys over a recipe (a packaged name or the path of a YAML file)."""
     label, values, per_method = _read_recipe(recipe) if recipe else ("", {}, {})
-    method = given.get("method", values.get("method", "isoloco"))
-    if method not in METHODS:
+    written_for = values.get("method")
+    method = given.get("method", written_for or "isoloco")
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(unknown("method", str(method), METHODS))
-    if method != values.get("method", method):
-        _refuse_other_methods_values(label, values, method)
-    values |= per_method.get(method, {})
-    sources = dict.fromkeys(values, label)
+    given = dict(given)
     superseded = [key for group in ONE_OF if any(key in given for key in group) for key in group]
     if given.get("data.path") or given.get("data.per_worker"):
-        superseded.append("data.tokenizer")  # prepared shards have their own
+        superseded += ["data.tokenizer", "data.max_tokens"]  # prepared shards have their own
     for rule in ("reduce", "transform"):
         if f"{rule}.name" in given:
             superseded.append(f"{rule}.options")  # another rule's options
-        elif f"{rule}.options" in given:
-            given[f"{rule}.options"] = {**(values.get(f"{rule}.options") or {}), **given[f"{rule}.options"]}
-    for key in superseded:
-        values.pop(key, None)
-        sources.pop(key, None)
-    return from_flat(values | given), sources | dict.fromkeys(given, "command line")
+    values = {key: value for key, value in values.items() if key not in superseded}
+    if written_for not in (None, method):
+        _refuse_other_methods_values(label, values.keys() - given.keys(), method=method, written_for=written_for)
+    values |= {key: value for key, value in per_method.get(method, {}).items() if key not in superseded}
+    for key in ("reduce.options", "transform.options"):
+        if isinstance(given.get(key), dict) and isinstance(values.get(key), dict):
+            given[key] = {**values[key], **given[key]}
+    return from_flat(values | given), dict.fromkeys(values, label) | dict.fromkeys(given, "command line")
 
 
-def _refuse_other_methods_values(label: str, values: dict[str, Any], method: str) -> None:
+def _refuse_other_methods_values(label: str, keys: Iterable[str], *, method: str, written_for: str) -> None:
     """A YAML's values for one method are no values for another that the command line names."""
     chosen_by_methods = {key for preset in METHODS.values() for key in preset}
-    if clash := sorted(key for key in values if key in chosen_by_methods):
+    if clash := sorted(chosen_by_methods.intersection(keys)):
         raise ValueError(
-            f"--method {method} meets {', '.join(clash)} of {label}, written for {values['method']}; move them under "
-            f"per_method.{values['method']}, or give your own on the command line without the file's"
+            f"--method {method} meets {', '.join(clash)} of {label}, written for {written_for}: move them under "
+            f"per_method.{written_for} there, or give them on the command line too"
         )
 
 
@@ -110,12 +119,18 @@ def _flatten(tree: dict[str, Any], label: str, prefix: str = "") -> dict[str, An
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in known:
-            found[name] = number(value) if isinstance(value, str) and known[name].type is not str else value
-        elif isinstance(value, dict) and any(k.startswith(name + ".") for k in known):
-            found |= _flatten(value, label, name + ".")
+            found[name] = value if str in alternatives(known[name].type) else _numbers(value)
+        elif isinstance(value, dict | None) and any(k.startswith(name + ".") for k in known):
+            found |= _flatten(value or {}, label, name + ".")
         else:
             raise ValueError(f"{label}: " + unknown("option", name, known))
     return found
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _numbers(part) for name, part in value.items()}
+    return number(value) if isinstance(value, str) else value
 
 
 def number(text: str) -> Any:
@@ -124,74 +139,64 @@ def number(text: str) -> Any:
         value = float(text.replace("_", ""))
     except ValueError:
         return text
-    if value != value or abs(value) == float("inf"):
+    if not math.isfinite(value):
         return text
     return int(value) if value == int(value) else value
 
 
-def _parse(argv: list[str], *, prog: str, description: str) -> tuple[str | None, dict[str, Any]]:
+def _parse(argv: list[str], *, prog: str) -> tuple[str | None, dict[str, Any]]:
     """The recipe (the positional, or --config) and the dotted keys that were given, converted by jsonargparse."""
     known = options()
-    recipe: str | None = None
-    pairs: list[str] = []
+    recipes: list[str] = []
+    pairs: dict[str, str] = {}
     queue = list(argv)
     while queue:
         token = queue.pop(0)
-        if token in ("-h", "--help"):
-            _parser(prog, description).print_help()
-            raise SystemExit(0)
         if not token.startswith("-"):
-            if recipe is not None:
-                raise ValueError(f"unexpected {token!r}: takes one recipe (here {recipe}), then --key value pairs")
-            recipe = token
+            recipes.append(token)
             continue
         key, equals, value = token.removeprefix("--").partition("=")
         if key != "config" and key not in known and not key.startswith(("reduce.options.", "transform.options.")):
-            raise ValueError(unknown("option", token.partition("=")[0], [f"--{k}" for k in known]))
+            named = token.partition("=")[0]
+            raise ValueError(f"{unknown('option', named, [f'--{k}' for k in known])} ({prog} --help)")
         if not equals:
             if not queue or queue[0].startswith("--"):
-                raise ValueError(f"--{key} needs a value")
+                raise ValueError(f"--{key} needs a value ({prog} --help)")
             value = queue.pop(0)
         if key == "config":
-            recipe = value
+            recipes.append(value)
         else:
-            pairs.append(f"--{key}={_spell(value, known[key].type) if key in known else value}")
+            pairs[key] = value
+    if len(recipes) > 1:
+        raise ValueError(f"takes one recipe or file, got {' and '.join(recipes)}; options are --key value pairs")
+    if not recipes and not pairs:
+        raise ValueError(f"takes a recipe or a YAML file, as in {prog} quickstart (isoloco recipes lists them)")
+    return (recipes[0] if recipes else None), _converted(pairs, known)
+
+
+def _converted(pairs: dict[str, str], known: dict[str, Option]) -> dict[str, Any]:
+    """Values of the types that RunConfig declares."""
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_class_arguments(RunConfig, as_group=False)
+    words = [f"--{key}={_spell(value, known[key].type) if key in known else value}" for key, value in pairs.items()]
     try:
-        given = _parser(prog, description).parse_args(pairs, defaults=False)
+        given = parser.parse_args(words, defaults=False)
     except (argparse.ArgumentError, TypeError, ValueError) as error:
-        raise ValueError(_one_line(str(error), pairs)) from None
-    return recipe, dict(vars(given.as_flat()))
+        found = re.search(r'[Pp]arser key "([^"]+)"', str(error))
+        if found and found[1] in known:
+            value = pairs.get(found[1], "")
+            raise ValueError(f"--{found[1]}: got {value!r}, takes {type_name(known[found[1]].type)}") from None
+        raise ValueError(str(error)) from None
+    return dict(vars(given.as_flat()))
 
 
 def _spell(value: str, kind: Any) -> str:
-    """Counts may be written 1e9; a list of names needs no brackets."""
-    if "int" in str(kind):
+    """Counts may be written 1e9; lists need neither brackets nor quotes."""
+    kinds = alternatives(kind)
+    if int in kinds:
         return str(number(value))
-    if "list" in str(kind) and not value.startswith("["):
-        return f"[{value}]"
+    if any(typing.get_origin(each) in (list, tuple) for each in kinds) and not value.startswith("["):
+        return json.dumps([number(part.strip()) for part in value.split(",") if part.strip()])
     return value
-
-
-def _one_line(message: str, pairs: list[str]) -> str:
-    """jsonargparse's complaint about a value, as ours."""
-    found = re.search(r'[Pp]arser key "([^"]+)"', message)
-    if found and found[1] in (known := options()):
-        value = next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"--{found[1]}=")), "")
-        return f"--{found[1]}: got {value!r}, takes {type_name(known[found[1]].type)}"
-    return message
-
-
-def _parser(prog: str, description: str) -> Any:
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(
-        prog=prog,
-        usage=f"{prog} [RECIPE | FILE.yaml] [--KEY VALUE ...]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        exit_on_error=False,
-        default_env=False,
-    )
-    parser.add_class_arguments(RunConfig, as_group=False)
-    return parser

@@ -105,17 +105,38 @@ def process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
+def check_place(config: RunConfig) -> None:
+    """ValueError where `RunDir.create` will find no place for the run, told before any work; makes nothing."""
+    if config.out_dir is None:
+        _check_name(config.name)
+    path = Path("runs" if config.out_dir is None else config.out_dir).absolute()
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"out_dir: no run directory can be made in {console.relative(nearest)}, which is a file")
+    if config.out_dir is not None and nearest == path:
+        _check_empty(path, shown=config.out_dir)
+
+
+def _check_name(name: str) -> None:
+    if not name or Path(name).name != name or name == "..":
+        raise ValueError(f"name: got {name!r}, takes a plain file name; use out_dir to say where the run goes")
+
+
 def _explicit(path: Path, *, shown: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        held = sorted(item.name for item in path.iterdir())
+        _check_empty(path, shown=shown)
     except OSError as error:
         raise ValueError(f"out_dir {shown} cannot be made or read: {error.strerror}; choose another") from None
+    return path
+
+
+def _check_empty(path: Path, *, shown: str) -> None:
+    held = sorted(item.name for item in path.iterdir())
     if "run.json" in held:
         raise ValueError(_holds_a_run(shown))
     if held:
         raise ValueError(f"out_dir {shown} is not empty (it holds {held[0]}); choose a new or an empty directory")
-    return path
 
 
 def _holds_a_run(shown: str | None) -> str:
@@ -123,8 +144,7 @@ def _holds_a_run(shown: str | None) -> str:
 
 
 def _numbered(parent: Path, name: str) -> Path:
-    if Path(name).name != name or name == "..":
-        raise ValueError(f"name: got {name!r}, takes a plain file name; use out_dir to say where the run goes")
+    _check_name(name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         ends = [item.name[len(name) + 1 :] for item in parent.iterdir() if item.name.startswith(f"{name}-")]
