@@ -61,7 +61,6 @@ def build(
 def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = None) -> PretrainedConfig:
     """The Hugging Face config of the network that ``config.model`` names, checked against the data's vocabulary."""
     from huggingface_hub.errors import StrictDataclassError
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     values, where = _config_values(config)
@@ -79,12 +78,9 @@ def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = Non
         eos_id = values.get("eos_token_id") if eos_id is None else eos_id
         values |= {"eos_token_id": eos_id, "bos_token_id": None, "pad_token_id": None}
     try:
-        try:
         hf_config = CONFIG_MAPPING[model_type](**values)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {str(error).rpartition('Error: ')[2].strip()}") from None  # the cause comes last
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {str(error).strip().splitlines()[-1].strip()}") from None
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: {model_type} is no causal language model; give one that predicts the next token")
     hf_config.use_cache = False  # keys and values are kept for generation only

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import model as models
-from .config import RunConfig, flat, identity, options, to_dict
+from . import resume as resuming
+from .checkpoint import Checkpoints
+from .config import ModelConfig, RunConfig, flat, identity, options, to_dict
+from .console import relative
 from .data.feed import checksum, open_run_data, reader, vocabulary
 from .data.shards import Data
 from .evaluate import evaluate_data, sample
 from .loss import loss_function
-from .plan import Plan, budget_steps, check_data, header_rows, make_plan, resolve_hardware
+from .plan import Plan, budget_steps, check_data, header_rows, make_plan, resolve_hardware, training_rows
 from .presets import METHODS
 from .recorder import Recorder
 from .roles import roles, transposed
-from .round import Round, RoundState
 from .rundir import check_place
-from .simulate import build_outer, build_round, load_anchor, round_steps
-from .tracking import RunDir, Tracker, check_extras
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .simulate import build_outer, build_round, load_anchor
+from .tracking import RunDir, Tracker, check_extras, read_metrics
 
 
 @dataclass
@@ -36,6 +35,7 @@ class TrainResult:
 
     run_dir: Path
     state: str  # finished | stopped
+    stopped_by: str  # empty | interrupt | requeue
     train_losses: list[float]
     evaluations: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -91,130 +91,229 @@ def train(
     config: RunConfig,
     *,
     sources: dict[str, str] | None = None,
+    resume: str | Path | None = None,
+    resume_from_previous: bool = False,
     quiet: bool = True,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], str | bool] = lambda: False,
     observe: Callable[..., None] | None = None,
     command: str | None = None,
 ) -> TrainResult:
-    """Train by ``config`` into a new run directory.
+    """Train by ``config`` into a new run directory, or go on with a run.
 
-    Installs no signal handlers and exits nothing. ``stop()`` is asked before every inner step; once it says so the run
-    ends with the anchor of the last finished round. ``observe(phase, **info)`` hears every phase. ``sources`` says
-    where values came from, for the header; ``command`` is kept in the manifest.
+    Args:
+        sources: where values came from, for the header.
+        resume: a run directory to go on with; ``config`` may differ from its own in what does not affect the result,
+            and in the budget. "auto": the newest run of the same identity that has not ended, or a new one.
+        resume_from_previous: from its last checkpoint but one.
+        quiet: print nothing but warnings.
+        stop: asked before every inner step; once it is true the state is saved and the run ends, with the model and
+            the figures of the last finished round, or at once where it says "requeue".
+        observe: ``observe(phase, **info)`` hears every phase.
+        command: kept in the manifest.
+
+    Installs no signal handlers and exits nothing.
 
     Raises:
         ValueError: bad config or data, before anything is written.
     """
-    check_place(config)
+    if resume is None:
+        check_place(config)
     prepared = prepare_run(config)
     sources = _origins(config, prepared.config, sources or {})
-    config, plan, data = prepared.config, prepared.plan, prepared.data
-    torch.set_num_threads(config.compute.threads or torch.get_num_threads())
-    model = models.build(config, vocab_size=vocabulary(data), eos_id=data[0].eos_id, device=config.compute.device)
-    if config.compute.activation_checkpointing:
-        models.checkpoint_activations(model)
-    loss, read = loss_function(config), reader(config, data)
-    models.check_buffers(model, loss, read(0, 0)[0][:1])
-    run_dir = RunDir.create(config, data_checksum=checksum(data))
-    run_dir.update(command=command or "isoloco.train")
-    run_dir.write_config(to_dict(config), sources)
-    with Tracker(run_dir, config=config, total_rounds=plan.rounds, total_steps=plan.steps, quiet=quiet) as tracker:
-        tracker.header(header_rows(config, plan, data_path=data[0].path), sources)
-        recorder = Recorder(
-            tracker, config=config, plan=plan, model=model, hear=observe,
-            flops_per_token=models.flops_per_token(config, vocabulary(data)),
+    if resume == "auto":
+        resume = resuming.find(prepared.config, prepared.identity)
+    resumed = None
+    if resume is not None:
+        resumed = resuming.resume(resume, prepared.config, previous=resume_from_previous)
+        for data in prepared.data:
+            data.verify()
+    torch.set_num_threads(prepared.config.compute.threads or torch.get_num_threads())
+    return _Run(prepared, resumed, sources, quiet=quiet, stop=stop, observe=observe, command=command).loop()
+
+
+class _Run:
+    """A run from its first check to its summary."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        resumed: resuming.Resumed | None,
+        sources: dict[str, str],
+        *,
+        quiet: bool,
+        stop: Callable[[], str | bool],
+        observe: Callable[..., None] | None,
+        command: str | None,
+    ) -> None:
+        self.config, self.plan, self.data = prepared.config, prepared.plan, prepared.data
+        self.stop_asked, self.stopped = stop, ""
+        config, plan, data = self.config, self.plan, self.data
+        vocab, device = vocabulary(data), config.compute.device
+        state = resumed.state(device) if resumed else None
+        if state is not None and state.step >= plan.steps:
+            raise ValueError(f"{resumed.run_dir.path}: its budget of {plan.steps:,} steps is used up; raise the budget")
+        weights = config if resumed is None else replace(config, model=_stored_model(config, resumed.anchor_dir))
+        self.model = models.build(weights, vocab_size=vocab, eos_id=data[0].eos_id, device=device)
+        if state is not None:
+            state.anchor = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        if config.compute.activation_checkpointing:
+            models.checkpoint_activations(self.model)
+        loss, read = loss_function(config), reader(config, data)
+        models.check_buffers(self.model, loss, read(0, 0)[0][:1])
+        if resumed is None:
+            self.run_dir = RunDir.create(config, data_checksum=checksum(data))
+            self.run_dir.update(parameters=plan.parameters)
+            if command:
+                self.run_dir.update(command=command)
+        else:
+            self.run_dir = resumed.run_dir
+            resuming.forget_after(resumed)
+        self.run_dir.write_config(to_dict(config), sources)
+        self.tracker = Tracker(
+            self.run_dir, config=config, total_rounds=plan.rounds, total_steps=plan.steps, quiet=quiet,
+            resume=resumed is not None,
         )  # fmt: skip
-        training, state = build_round(
-            model, loss, read,
-            config=config, total_steps=plan.steps, weight_fn=_predicted_tokens, observe=recorder.observe, stop=stop,
+        self.checkpoints = Checkpoints(
+            self.run_dir.path / resuming.CHECKPOINTS, keep_last=config.checkpoint.keep_last, warn=self.tracker.warn
+        )
+        if resumed is not None:
+            self.tracker.truncate(resumed.manifest["state"]["step"], records=resumed.manifest["records"])
+        self.recorder = Recorder(
+            self.tracker, config=config, plan=plan, model=self.model, hear=observe,
+            flops_per_token=models.flops_per_token(config, vocab),
         )  # fmt: skip
-        recorder.state = state
-        rounds, evaluations = _loop(prepared, model, training, state, recorder)
-        return _finish(prepared, model, state, tracker, rounds=rounds, evaluations=evaluations)
+        self.training, self.state = build_round(
+            self.model, loss, read, config=config, total_steps=plan.steps, weight_fn=_predicted_tokens,
+            observe=self._observe, stop=self._stop, state=state,
+        )  # fmt: skip
+        self.recorder.state = self.state
+        rows = header_rows(config, plan, data_path=data[0].path) + training_rows(self.training)
+        if resumed is not None:
+            anew = ", its schedule laid anew over the new budget" if resumed.relaid else ""
+            rows.append(("resumed", f"from {resumed.checkpoint.name}, step {self.state.step:,}{anew}"))
+            if (threads := resumed.manifest["threads"]) != config.compute.threads:
+                self.tracker.warn(
+                    f"resumed with {config.compute.threads} threads after {threads}: sums may round apart"
+                )
+        self.tracker.header(rows, sources)
+
+    def loop(self) -> TrainResult:
+        """Round after round; evaluated and saved when that is due."""
+        config, state = self.config, self.state
+        with self.tracker:
+            try:
+                while state.step < self.plan.steps:
+                    steps = min(config.sync_every, self.plan.steps - state.step)
+                    metrics = self.training.run(state, steps=steps)
+                    if metrics is None:
+                        break
+                    self.recorder.round(metrics, steps=steps)
+                    last = state.step == self.plan.steps
+                    if last or _due(state.round, config.eval.every_rounds):
+                        self._evaluate()
+                    if last or _due(state.round, config.checkpoint.every_rounds):
+                        self._save()
+                if self.stopped:
+                    self._save()
+            finally:
+                self.checkpoints.close()
+            return self._finish()
+
+    def _stop(self) -> bool:
+        asked = self.stop_asked()
+        if asked:
+            self.stopped = asked if isinstance(asked, str) else "interrupt"
+        return bool(asked)
+
+    def _observe(self, phase: str, **info: Any) -> None:
+        self.checkpoints.observe(phase, **info)
+        self.recorder.observe(phase, **info)
+
+    def _save(self) -> None:
+        """Begin a checkpoint; the time that the training stands still for it is on record."""
+        self._observe("checkpoint", round=self.state.round)
+        self.tracker.sync()
+        card = f"Anchor after {self.state.round} rounds of a run of isoloco.\n"
+        anchor, tokenizer_dir = dict(self.state.anchor), self.data[0].tokenizer_dir
+        facts = {"records": self.tracker.records, "threads": self.config.compute.threads}
+        stall = self.checkpoints.save(
+            self.state,
+            write_anchor=lambda path: models.export(self.model, anchor, path, tokenizer_dir=tokenizer_dir, card=card),
+            facts=facts,
+        )
+        self.tracker.event("checkpoint", round=self.state.round, step=self.state.step, stall_s=stall)
+
+    def _evaluate(self) -> None:
+        started = time.perf_counter()
+        self._observe("eval", round=self.state.round)
+        load_anchor(self.model, self.state.anchor)
+        found = evaluate_data(self.model, self.data, self.config)
+        self.tracker.evaluation(
+            round=self.state.round,
+            step=self.state.step,
+            tokens=self.state.step * self.recorder.step_tokens,
+            split=self.config.eval.split,
+            loss=found.loss,
+            perplexity=found.perplexity,
+            bits_per_byte=found.bits_per_byte,
+            eval_s=time.perf_counter() - started,
+        )
+
+    def _finish(self) -> TrainResult:
+        """The model on disk, the manifest's summary, and what a person wants to see at the end."""
+        run_dir = self.run_dir
+        ended = "finished" if self.state.step == self.plan.steps else "stopped"
+        if self.stopped != "requeue":
+            self._leave_model()
+        else:
+            run_dir.update(state=ended)
+        records = read_metrics(run_dir.path)
+        rounds = [r for r in records if r["kind"] == "round"]
+        return TrainResult(
+            run_dir=run_dir.path,
+            state=ended,
+            stopped_by=self.stopped,
+            train_losses=[r["train_loss"] for r in rounds],
+            evaluations=[r for r in records if r["kind"] == "eval"],
+            summary=run_dir.manifest["summary"],
+            rounds=rounds,
+        )
+
+    def _leave_model(self) -> None:
+        config, state, run_dir = self.config, self.state, self.run_dir
+        evaluated = [r for r in read_metrics(run_dir.path) if r["kind"] == "eval"]
+        if not evaluated or evaluated[-1]["step"] != state.step or self.stopped:
+            self._evaluate()
+        load_anchor(self.model, state.anchor)
+        tokenizer_dir = self.data[0].tokenizer_dir
+        loss = self.tracker.figures()["valid_loss_last"]
+        card = _model_card(config, tokens=state.step * self.recorder.step_tokens, loss=loss)
+        directory = models.export(
+            self.model, state.anchor, run_dir.path / "model", tokenizer_dir=tokenizer_dir, card=card
+        )
+        text = sample(self.model, tokenizer_dir, tokens=40, seed=config.seed) if tokenizer_dir else None
+        run_dir.update(state="finished" if state.step == self.plan.steps else "stopped")
+        shown, other = relative(run_dir.path), "diloco" if config.method != "diloco" else "isoloco"
+        following = [f"isoloco evaluate {shown} --split test"]
+        if self.stopped:
+            following.insert(0, f"isoloco train --resume {shown}")
+        elif config.name == "quickstart":
+            following.append(f"isoloco train quickstart --method {other}")
+        summary = {
+            "rounds": state.round,
+            "step": state.step,
+            "wire_bytes_per_worker": self.plan.round_bytes * state.round,
+        }
+        files = [("model", directory), ("metrics", run_dir.path / "metrics.jsonl")]
+        self.tracker.finish(summary, files=files, sample=text, next_commands=following)
 
 
-def _loop(
-    prepared: Prepared, model: PreTrainedModel, training: Round, state: RoundState, recorder: Recorder
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Round after round, evaluated when it is due and at the end; what the rounds and the evaluations came to."""
-    config = prepared.config
-    lengths = round_steps(prepared.plan.steps, config.sync_every)
-    rounds: list[dict[str, Any]] = []
-    evaluations: list[dict[str, Any]] = []
-    for steps in lengths[state.round :]:
-        metrics = training.run(state, steps=steps)
-        if metrics is None:  # told to stop
-            break
-        recorder.round(metrics, steps=steps)
-        rounds.append(metrics)
-        every = config.eval.every_rounds
-        if every and state.round % every == 0 and state.round < len(lengths):
-            evaluations.append(_evaluate(prepared, model, state, recorder))
-    if not evaluations or evaluations[-1]["round"] != state.round:
-        evaluations.append(_evaluate(prepared, model, state, recorder))
-    return rounds, evaluations
+def _due(round_number: int, every: int) -> bool:
+    return every > 0 and round_number % every == 0
 
 
-def _evaluate(prepared: Prepared, model: PreTrainedModel, state: RoundState, recorder: Recorder) -> dict[str, Any]:
-    started = time.perf_counter()
-    load_anchor(model, state.anchor)
-    recorder.observe("eval", round=state.round)
-    found = evaluate_data(model, prepared.data, prepared.config)
-    fields = {
-        "round": state.round,
-        "step": state.step,
-        "tokens": state.step * recorder.step_tokens,
-        "split": prepared.config.eval.split,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "eval_s": time.perf_counter() - started,
-    }
-    recorder.tracker.evaluation(**fields)
-    return fields
-
-
-def _finish(
-    prepared: Prepared,
-    model: PreTrainedModel,
-    state: RoundState,
-    tracker: Tracker,
-    *,
-    rounds: list[dict[str, Any]],
-    evaluations: list[dict[str, Any]],
-) -> TrainResult:
-    """The model on disk, the manifest's summary, and what a person wants to see at the end."""
-    config, plan = prepared.config, prepared.plan
-    load_anchor(model, state.anchor)
-    ended = "finished" if state.round == plan.rounds else "stopped"
-    run_dir, tokenizer_dir = tracker.run_dir, prepared.data[0].tokenizer_dir
-    summary: dict[str, Any] = {
-        "rounds": state.round,
-        "step": state.step,
-        "modelled_bytes_per_worker": plan.round_bytes * state.round,
-    }
-    card = _model_card(config, tokens=evaluations[-1]["tokens"], loss=evaluations[-1]["loss"])
-    directory = models.export(model, state.anchor, run_dir.path / "model", tokenizer_dir=tokenizer_dir, card=card)
-    text = sample(model, tokenizer_dir, tokens=40, seed=config.seed) if tokenizer_dir else None
-    run_dir.update(state=ended)
-    other = "diloco" if config.method != "diloco" else "isoloco"
-    tracker.finish(
-        summary,
-        files=[("model", directory), ("metrics", run_dir.path / "metrics.jsonl")],
-        sample=text,
-        next_commands=[
-            f"isoloco evaluate {run_dir.path} --split test",
-            f"isoloco train {config.name} --method {other}" if config.name == "quickstart" else "isoloco methods",
-        ],
-    )
-    return TrainResult(
-        run_dir=run_dir.path,
-        state=ended,
-        train_losses=[r["train_loss"] for r in rounds],
-        evaluations=evaluations,
-        summary=run_dir.manifest["summary"],
-        rounds=rounds,
-    )
+def _stored_model(config: RunConfig, directory: Path) -> ModelConfig:
+    return ModelConfig(init_from=str(directory), seq_len=config.model.seq_len)
 
 
 def _predicted_tokens(rows_BT: Tensor) -> float:
