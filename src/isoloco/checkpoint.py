@@ -32,11 +32,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .round import Part, RoundState
+from .shelf import DiskShelf, Shelf
 from .worker import Turn, WorkerState, by_name, from_names
 
 MANIFEST = "manifest.json"
 FORMAT = "isoloco checkpoint 1"
-WriteAnchor = Callable[[Path], None]
+WriteAnchor = Callable[[Path], object]
 
 
 class Checkpoints:
@@ -62,10 +63,10 @@ class Checkpoints:
         before = next(reversed(whole(self.folder)), None)
         directory = self.folder / f".{name}.partial"
         plain = plain_state(state)
-        jobs: list[tuple[str, Callable[[Path], None]]] = []
+        jobs: list[tuple[str, WriteAnchor]] = []
         # workers first, in the order of their turns: the next round needs the first of them soonest
         for worker_id, worker in sorted(state.workers.items()):
-            jobs.append((f"workers/{worker_id}.safetensors", lambda path, w=worker: write_tensors(path, w.tensors())))
+            jobs.append((f"workers/{worker_id}.safetensors", _worker_file(worker)))
         if moving := round_tensors(state):
             jobs.append(("round.safetensors", lambda path: write_tensors(path, moving)))
         if state.outer:
@@ -140,7 +141,7 @@ class _Writing:
         shutil.rmtree(self.directory, ignore_errors=True)
         (self.directory / "workers").mkdir(parents=True)
 
-    def add(self, file: str, write: Callable[[Path], None], begun: Future[None]) -> None:
+    def add(self, file: str, write: WriteAnchor, begun: Future[None]) -> None:
         """Link what has not changed, write what has."""
         begun.result()
         version = self.versions[file]
@@ -219,8 +220,10 @@ def round_tensors(state: RoundState) -> dict[str, Tensor]:
     return found
 
 
-def load(checkpoint: Path, *, device: str | torch.device = "cpu") -> RoundState:
+def load(checkpoint: Path, *, device: str | torch.device = "cpu", shelf: Shelf | None = None) -> RoundState:
     """The state that a checkpoint holds, but for the anchor, which is a model to load. Checksums are compared first.
+
+    A ``shelf`` on disk takes the workers' files as they are.
 
     Raises:
         ValueError: a file is missing or damaged; the message names it.
@@ -230,8 +233,13 @@ def load(checkpoint: Path, *, device: str | torch.device = "cpu") -> RoundState:
     plain = manifest["state"]
     workers = {}
     for number, version in plain["versions"].items():
-        workers[int(number)] = WorkerState.from_tensors(_load(checkpoint / "workers" / f"{number}.safetensors", device))
-        workers[int(number)].version = version
+        path = checkpoint / "workers" / f"{number}.safetensors"
+        if isinstance(shelf, DiskShelf):
+            worker = shelf.adopt(int(number), path)
+        else:
+            worker = WorkerState.from_tensors(_load(path, device))
+        worker.version = version
+        workers[int(number)] = worker
     has_outer = "outer.safetensors" in manifest["files"]
     state = RoundState(
         anchor={},
@@ -286,6 +294,15 @@ def verify(checkpoint: Path, manifest: dict[str, Any]) -> None:
             raise ValueError(f"{path} is missing; go on from the checkpoint before it: --resume-from-previous")
         if path.stat().st_size != entry["bytes"] or digest(path) != entry["blake2b"]:
             raise ValueError(f"{path} is damaged; go on from the checkpoint before it: --resume-from-previous")
+
+
+def _worker_file(worker: WorkerState) -> WriteAnchor:
+    """How a worker's file comes about: by a link where its state waits on disk already."""
+    if worker.file is not None:
+        waiting = worker.file
+        return lambda path: os.link(waiting, path)
+    tensors = worker.tensors()
+    return lambda path: write_tensors(path, tensors)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

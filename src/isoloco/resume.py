@@ -12,6 +12,7 @@ from .rundir import RunDir
 
 if TYPE_CHECKING:
     from .round import RoundState
+    from .shelf import Shelf
 
 CHECKPOINTS = "checkpoints"
 BUDGET = ("budget.tokens", "budget.steps", "budget.tokens_per_parameter")
@@ -26,11 +27,11 @@ class Resumed:
     manifest: dict[str, Any]
     relaid: bool  # the budget was changed, so the schedule is laid anew
 
-    def state(self, device: str) -> RoundState:
+    def state(self, device: str, shelf: Shelf) -> RoundState:
         """Where the run stood, but for its anchor (`anchor_dir` has that)."""
         from .checkpoint import load
 
-        return load(self.checkpoint, device=device)
+        return load(self.checkpoint, device=device, shelf=shelf)
 
     @property
     def anchor_dir(self) -> Path:

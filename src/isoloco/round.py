@@ -22,6 +22,7 @@ from torch import Tensor
 from .codec import round_trip
 from .comm import Comm, Signal
 from .seeds import generator
+from .shelf import Shelf
 from .worker import Observe, Turn, Worker, WorkerState, silent
 
 if TYPE_CHECKING:
@@ -73,9 +74,11 @@ class Round:
         wire: str = "float32",
         comm: Comm | None = None,
         abort_on_nonfinite: bool = False,
+        shelf: Shelf | None = None,
         observe: Observe = silent,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.shelf = shelf or Shelf()
         self.worker, self.reduce, self.outer, self.wire, self.seed = worker, reduce, outer, wire, seed
         self.comm = comm or Comm()
         self.abort_on_nonfinite, self.observe, self.stop = abort_on_nonfinite, observe, stop
@@ -110,13 +113,16 @@ class Round:
             worker_id = self.hosted[state.hosted_index]
             own = state.workers[worker_id]
             self.observe("turn", worker=worker_id, moves_anchor=False)
+            self.shelf.take(own)
             self.worker.load(worker_id, state.live or state.anchor, own)
             finished = self._turn(state, steps)
             own.optimizer, own.version = self.worker.inner.state_out(), state.step + state.turn.steps
             if not finished:
                 state.live = {name: p.detach().clone() for name, p in self.worker.parameters.items()}
+                self.shelf.put(worker_id, own)
                 return False
             self._collect(state, worker_id)
+            self.shelf.put(worker_id, state.workers[worker_id])
             state.hosted_index, state.turn, state.live = state.hosted_index + 1, Turn(), None
         return True
 

@@ -18,6 +18,7 @@ from .model import check_buffers
 from .outer import OuterOptimizer, outer_groups
 from .roles import roles, select, transposed
 from .round import Round, RoundState
+from .shelf import Shelf
 from .worker import Observe, Worker, WorkerState, micro_batches, silent
 
 
@@ -47,10 +48,12 @@ def build_round(
     observe: Observe = silent,
     stop: Callable[[], bool] = lambda: False,
     state: RoundState | None = None,
+    shelf: Shelf | None = None,
 ) -> tuple[Round, RoundState]:
     """The parts of a round over ``model``, and the state before its first step.
 
     ``state``: where another training of the same model and config stood. This one goes on from there, with its tensors.
+    ``shelf``: where workers' states wait for their turn; where they are, if nothing is said.
     """
     role = roles(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -100,6 +103,7 @@ def build_round(
         wire=config.comm.wire,
         comm=comm,
         abort_on_nonfinite=config.on_nonfinite == "abort",
+        shelf=shelf,
         observe=observe,
         stop=stop,
     )

@@ -25,6 +25,7 @@ from .presets import METHODS
 from .recorder import Recorder
 from .roles import roles, transposed
 from .rundir import check_place
+from .shelf import make_shelf
 from .simulate import build_outer, build_round, load_anchor
 from .tracking import RunDir, Tracker, check_extras, read_metrics
 
@@ -149,13 +150,10 @@ class _Run:
         self.stop_asked, self.stopped = stop, ""
         config, plan, data = self.config, self.plan, self.data
         vocab, device = vocabulary(data), config.compute.device
-        state = resumed.state(device) if resumed else None
-        if state is not None and state.step >= plan.steps:
+        if resumed is not None and resumed.manifest["state"]["step"] >= plan.steps:
             raise ValueError(f"{resumed.run_dir.path}: its budget of {plan.steps:,} steps is used up; raise the budget")
         weights = config if resumed is None else replace(config, model=_stored_model(config, resumed.anchor_dir))
         self.model = models.build(weights, vocab_size=vocab, eos_id=data[0].eos_id, device=device)
-        if state is not None:
-            state.anchor = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
         if config.compute.activation_checkpointing:
             models.checkpoint_activations(self.model)
         loss, read = loss_function(config), reader(config, data)
@@ -168,6 +166,11 @@ class _Run:
         else:
             self.run_dir = resumed.run_dir
             resuming.forget_after(resumed)
+        shelf = make_shelf(config.compute.worker_state, folder=self.run_dir.path / "workers", device=device)
+        state = None
+        if resumed is not None:
+            state = resumed.state(device, shelf)
+            state.anchor = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
         self.run_dir.write_config(to_dict(config), sources)
         self.tracker = Tracker(
             self.run_dir, config=config, total_rounds=plan.rounds, total_steps=plan.steps, quiet=quiet,
@@ -184,7 +187,7 @@ class _Run:
         )  # fmt: skip
         self.training, self.state = build_round(
             self.model, loss, read, config=config, total_steps=plan.steps, weight_fn=_predicted_tokens,
-            observe=self._observe, stop=self._stop, state=state,
+            observe=self._observe, stop=self._stop, state=state, shelf=shelf,
         )  # fmt: skip
         self.recorder.state = self.state
         rows = header_rows(config, plan, data_path=data[0].path) + training_rows(self.training)

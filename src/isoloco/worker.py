@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +32,14 @@ def silent(phase: str, **info: Any) -> None:
 class WorkerState:
     """What a worker keeps between its turns, by parameter name: plain tensors.
 
-    ``version`` changes whenever they do: it counts the worker's inner steps, a reset included.
+    ``version`` changes whenever they do: it counts the worker's inner steps, a reset included. ``file`` holds them
+    where they wait on disk (see `isoloco.shelf`); they are empty here then.
     """
 
     optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     codec_error: dict[str, Tensor] = field(default_factory=dict)
     version: int = 0
+    file: Path | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it under names that say what it is, for a file."""

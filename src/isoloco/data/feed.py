@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SPLIT_SEED = 42
+
+
 def open_run_data(config: RunConfig) -> list[Data]:
     """The run's data: one directory, or one for each worker. A source is prepared first, once.
 
@@ -23,7 +26,8 @@ def open_run_data(config: RunConfig) -> list[Data]:
     if config.data.source is not None:
         from .prepare import ensure  # only a source needs the tokenizers
 
-        paths = [ensure(config.data, seed=config.seed)]
+        # which documents are held out does not depend on the run's seed: runs of several seeds compare
+        paths = [ensure(config.data, seed=SPLIT_SEED)]
     data = [open_data(str(path)) for path in paths]
     if len(sizes := {d.vocab_size for d in data}) > 1:
         raise ValueError(f"data.per_worker: vocabularies of {sizes} entries differ; prepare all with one tokenizer")

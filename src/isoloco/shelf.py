@@ -1,0 +1,80 @@
+"""Where the state of a worker waits for its turn: on the device, in host memory, or in a file on disk."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .worker import WorkerState
+
+
+class Shelf:
+    """The device itself: states stay where they are, and a turn costs no copy."""
+
+    def take(self, state: WorkerState) -> None:
+        """Make a worker's state ready for its turn."""
+
+    def put(self, worker: int, state: WorkerState) -> None:
+        """Put a worker's state away after its turn."""
+
+
+class HostShelf(Shelf):
+    """Host memory, pinned, so that the way back to the device is a direct copy."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.device = torch.device(device)
+
+    def take(self, state: WorkerState) -> None:
+        # AdamW's step counts stay on the host, where torch keeps them unless it runs fused
+        _move(state, lambda t: t.to(self.device, non_blocking=True))
+
+    def put(self, worker: int, state: WorkerState) -> None:
+        _move(state, lambda t: t.cpu().pin_memory() if t.device.type == "cuda" else t)
+
+
+class DiskShelf(Shelf):
+    """Files that are never changed, only replaced: a checkpoint takes them as they are, by a hard link."""
+
+    def __init__(self, folder: str | Path, device: str | torch.device) -> None:
+        self.folder, self.device = Path(folder), torch.device(device)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._serial = itertools.count()
+
+    def take(self, state: WorkerState) -> None:
+        if state.file is not None:
+            found = WorkerState.from_tensors(load_file(state.file, device=str(self.device)))
+            state.optimizer, state.codec_error = found.optimizer, found.codec_error
+
+    def put(self, worker: int, state: WorkerState) -> None:
+        path = self.folder / f"{worker}-{state.version}-{next(self._serial)}.safetensors"
+        save_file({name: t.detach().cpu().contiguous() for name, t in state.tensors().items()}, path)
+        if state.file is not None and state.file.parent == self.folder:
+            state.file.unlink(missing_ok=True)
+        state.optimizer, state.codec_error, state.file = {}, {}, path
+
+    def adopt(self, worker: int, file: Path) -> WorkerState:
+        """A state that waits in a file of a checkpoint: a link to it, since the checkpoint may be removed."""
+        path = self.folder / f"{worker}-resumed-{next(self._serial)}.safetensors"
+        path.unlink(missing_ok=True)
+        os.link(file, path)
+        return WorkerState(file=path)
+
+
+def _move(state: WorkerState, to: Callable[[Tensor], Tensor]) -> None:
+    state.optimizer = {name: {k: to(t) for k, t in entry.items()} for name, entry in state.optimizer.items()}
+    state.codec_error = {name: to(t) for name, t in state.codec_error.items()}
+
+
+def make_shelf(where: str, *, folder: Path, device: str | torch.device) -> Shelf:
+    """The shelf that ``compute.worker_state`` names."""
+    if where == "disk":
+        return DiskShelf(folder, device)
+    if where == "host" and torch.device(device).type == "cuda":
+        return HostShelf(device)
+    return Shelf()

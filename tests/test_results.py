@@ -1,0 +1,75 @@
+"""The committed rows of studies are whole: every trial, every seed, and no optimum at an edge that is not marked."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from isoloco.study import Study, inside, load
+
+RESULTS = sorted((Path(__file__).parent.parent / "docs" / "results").glob("*.csv"))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def problems(study: Study, rows: list[dict[str, str]]) -> list[str]:
+    """What is missing in the rows of a study, or not marked; recomputed from the options of each row."""
+    found = []
+    for cell in study.cells:
+        own = [row for row in rows if row["cell"] == cell.name]
+        trials = {row["run"]: row for row in own if row["kind"] == "trial"}
+        if cell.tune and len(trials) != study.trials:
+            found.append(f"{cell.name}: {len(trials)} trials of {study.trials}")
+        losses = {}
+        for row in trials.values():
+            options = json.loads(row["options"])
+            reach = range(-20, 21)
+            point = tuple(next(k for k in reach if axis.value(k) == options[axis.key]) for axis in cell.tune)
+            losses[point] = float(row[study.metric])
+        if cell.tune and losses:
+            marked = {row["optimum"] for row in own}
+            if marked != {"inside" if inside(cell.tune, losses) else "edge"}:
+                found.append(f"{cell.name}: optimum marked {marked}")
+        reports = [row for row in own if row["kind"] == "report"]
+        points = {tuple(json.loads(row["options"])[axis.key] for axis in cell.grid) for row in reports}
+        wanted = 1
+        for axis in cell.grid:
+            wanted *= len(axis.values or ())
+        if len(points) != wanted:
+            found.append(f"{cell.name}: {len(points)} points of the grid of {wanted}")
+        for point in points:
+            seeds = {
+                int(row["seed"])
+                for row in reports
+                if tuple(json.loads(row["options"])[axis.key] for axis in cell.grid) == point
+            }
+            if seeds != set(study.seeds):
+                found.append(f"{cell.name} at {point}: seeds {sorted(seeds)} of {study.seeds}")
+    return found
+
+
+def test_there_are_results():
+    assert {path.stem for path in RESULTS} >= {"quickstart"}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_rows_are_whole(path):
+    assert problems(load(path.stem), rows_of(path)) == []
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_missing_row_is_noticed(path):
+    study, rows = load(path.stem), rows_of(path)
+    for drop in (0, len(rows) // 2, len(rows) - 1):
+        twice = [r["run"] for r in rows].count(rows[drop]["run"]) > 1 and rows[drop]["kind"] == "trial"
+        rest = [row for i, row in enumerate(rows) if i != drop]
+        assert twice or problems(study, rest)
+
+
+def test_an_unmarked_edge_is_noticed():
+    study, rows = load("quickstart"), rows_of(RESULTS[[p.stem for p in RESULTS].index("quickstart")])
+    assert problems(study, [{**row, "optimum": "given"} for row in rows])
