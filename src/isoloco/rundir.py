@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -82,6 +83,10 @@ class RunDir:
         """Set fields of the manifest and replace it on disk."""
         self.manifest.update(fields)
         write_whole(self.path / "run.json", json.dumps(plain(self.manifest), indent=1, ensure_ascii=False) + "\n")
+
+    def discard(self) -> None:
+        """Remove the directory of a run that could not begin."""
+        shutil.rmtree(self.path)
 
     def heartbeat(self) -> None:
         """Say that the run is alive, every few seconds at most."""

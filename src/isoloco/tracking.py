@@ -42,7 +42,12 @@ class Tracker:
     ) -> None:
         self.run_dir, self.config = run_dir, config
         self._total_rounds, self._total_steps = total_rounds, total_steps
-        self._sinks: list[Sink] = open_sinks(run_dir, config, quiet=quiet)
+        try:
+            self._sinks: list[Sink] = open_sinks(run_dir, config, quiet=quiet)
+        except ValueError:
+            if not resume:  # nothing has begun: nothing is left behind
+                run_dir.discard()
+            raise
         self.screen = console.Screen(quiet=quiet, stream=stream)
         self._metrics = Metrics(run_dir.path / "metrics.jsonl")
         self._started = time.monotonic()
