@@ -15,7 +15,7 @@ CLIP, DECAY = 0.5, 0.1
 
 
 def factor(step: int, total: int) -> float:
-    """The paper's schedule, written out: warm-up from 0.1 over a tenth of the budget, cosine to 0.1 at the last step."""
+    """The paper's schedule written out: warm-up from 0.1 over a tenth of the budget, cosine to 0.1 at the last step."""
     warmup = round(0.1 * total)
     if step < warmup:
         return 0.1 + 0.9 * step / warmup
