@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,6 +91,15 @@ examples:
   isoloco train quickstart
   isoloco train quickstart --method diloco --workers 16 --outer.lr 0.9
   isoloco train my.yaml --budget.tokens 2e9
+  isoloco train --resume runs/quickstart-1
+  isoloco train my.yaml --resume auto
+
+this launch alone:
+  --resume RUN_DIR         go on with a run by its own config; the budget and what affects no result may change
+  --resume auto            go on with the newest run of this very config that has not ended, or start one
+  --resume-from-previous   from the last checkpoint but one (with --resume RUN_DIR)
+
+ends with 0 done, 2 bad input, 75 saved after SIGTERM or SIGUSR1 (requeue it with --resume auto), 130 saved after Ctrl-C
 """
 PLAN_HELP = """What a run will take, without training: steps, memory, bytes on the wire and on disk.
 
@@ -116,51 +124,31 @@ def _train(argv: list[str]) -> int:
         print(_options_help("train", TRAIN_HELP))
         return 0
     from .data.shards import open_data
+    from .launch import EXIT_CODES, Interrupts, launch_flags
     from .recipe import run_config
     from .rundir import check_place
     from .sinks import check_extras
 
-    config, sources = run_config(argv, prog="isoloco train")
+    command = shlex.join(["isoloco", "train", *argv])
+    argv, resume, from_previous = launch_flags(argv)
+    config, sources = run_config(argv, prog="isoloco train", run=None if resume == "auto" else resume)
     check_extras(config)  # what can be told before the seconds that torch takes to import; train asks again
-    check_place(config)
+    if resume is None:
+        check_place(config)
     for path in config.data.per_worker or filter(None, [config.data.path]):
         open_data(path)
     from .train import train
 
-    command = shlex.join(["isoloco", "train", *argv])
-    with _Interrupts() as interrupts:
-        result = train(config, sources=sources, quiet=False, stop=interrupts.asked, command=command)
-    return 0 if result.state == "finished" else 130
+    with Interrupts() as interrupts:
+        result = train(
+            config, sources=sources, resume=resume, resume_from_previous=from_previous, quiet=False,
+            stop=interrupts.asked, command=command,
+        )  # fmt: skip
+    return EXIT_CODES[result.stopped_by]
 
 
 def _asks_for_help(argv: list[str]) -> bool:
     return bool({"-h", "--help"}.intersection(argv))
-
-
-class _Interrupts:
-    """Ctrl-C, from the first step on, asks the run to end cleanly; a second one, or one before, leaves at once."""
-
-    def __init__(self) -> None:
-        self._watching, self._asked = False, False
-        self._before = signal.getsignal(signal.SIGINT)
-
-    def __enter__(self) -> _Interrupts:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def asked(self) -> bool:
-        """Whether to end: the training asks before every step."""
-        if not self._watching:
-            signal.signal(signal.SIGINT, self._hear)
-            self._watching = True
-        return self._asked
-
-    def _hear(self, number: int, frame: Any) -> None:
-        self._asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"\nisoloco: ending with what there is; Ctrl-C again leaves at once\n")  # print may be interrupted
 
 
 def _plan(argv: list[str]) -> int:

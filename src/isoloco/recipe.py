@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .checks import alternatives, type_name
-from .config import ONE_OF, Option, RunConfig, from_flat, options, unknown
+from .config import ONE_OF, Option, RunConfig, flat, from_flat, options, unknown
 from .presets import METHODS
 
 
@@ -56,19 +56,31 @@ def load_yaml(name: str, kind: str) -> tuple[str, dict[str, Any]]:
     return label, tree
 
 
-def run_config(argv: list[str], *, prog: str) -> tuple[RunConfig, dict[str, str]]:
+def run_config(argv: list[str], *, prog: str, run: str | None = None) -> tuple[RunConfig, dict[str, str]]:
     """The config that a command line asks for, and where each value that was given came from.
+
+    ``run``: a run directory whose own config takes the place of a recipe.
 
     Raises:
         ValueError: one line that says what is wrong, with the nearest names for one that is unknown.
     """
     recipe, given = _parse(argv, prog=prog)
-    return build_config(recipe, given)
+    if run is None:
+        if recipe is None and not given:
+            raise ValueError(f"takes a recipe or a YAML file, as in {prog} quickstart (isoloco recipes lists them)")
+        return build_config(recipe, given)
+    if recipe is not None:
+        raise ValueError(f"--resume {run} goes by that run's own config: leave {recipe} out")
+    from .resume import config_of
+
+    return build_config(None, given, base=(f"run {run}", flat(config_of(run))))
 
 
-def build_config(recipe: str | None, given: dict[str, Any]) -> tuple[RunConfig, dict[str, str]]:
-    """Lay dotted keys over a recipe (a packaged name or the path of a YAML file)."""
-    label, values, per_method = _read_recipe(recipe) if recipe else ("", {}, {})
+def build_config(
+    recipe: str | None, given: dict[str, Any], *, base: tuple[str, dict[str, Any]] | None = None
+) -> tuple[RunConfig, dict[str, str]]:
+    """Lay dotted keys over a recipe (a packaged name or the path of a YAML file), or over labelled values."""
+    label, values, per_method = _read_recipe(recipe) if recipe else (*(base or ("", {})), {})
     written_for = values.get("method")
     method = given.get("method", written_for or "isoloco")
     if not isinstance(method, str) or method not in METHODS:
@@ -169,8 +181,6 @@ def _parse(argv: list[str], *, prog: str) -> tuple[str | None, dict[str, Any]]:
             pairs[key] = value
     if len(recipes) > 1:
         raise ValueError(f"takes one recipe or file, got {' and '.join(recipes)}; options are --key value pairs")
-    if not recipes and not pairs:
-        raise ValueError(f"takes a recipe or a YAML file, as in {prog} quickstart (isoloco recipes lists them)")
     return (recipes[0] if recipes else None), _converted(pairs, known)
 
 

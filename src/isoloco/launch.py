@@ -1,0 +1,68 @@
+"""What belongs to one launch of a training and not to its config: resuming, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+# by what stopped the run; 75 is EX_TEMPFAIL of sysexits.h: try again later
+EXIT_CODES = {"": 0, "interrupt": 130, "requeue": 75}
+
+
+def launch_flags(argv: list[str]) -> tuple[list[str], str | None, bool]:
+    """What is about this launch and no option of the run, taken out of the arguments."""
+    rest: list[str] = []
+    resume: str | None = None
+    queue = list(argv)
+    while queue:
+        token = queue.pop(0)
+        if token == "--resume" or token.startswith("--resume="):
+            resume = token.partition("=")[2] or (queue.pop(0) if queue else "")
+            if not resume or resume.startswith("--"):
+                raise ValueError("--resume needs a run directory, or auto")
+        elif token != "--resume-from-previous":
+            rest.append(token)
+    previous = "--resume-from-previous" in argv
+    if previous and resume in (None, "auto"):
+        raise ValueError("--resume-from-previous goes with --resume RUN_DIR")
+    return rest, resume, previous
+
+
+class Interrupts:
+    """From the first step on, Ctrl-C asks the run to save and end, and so do SIGTERM and SIGUSR1, to be requeued.
+
+    A second Ctrl-C, or a signal before the first step, leaves at once.
+    """
+
+    HEARD = ("SIGINT", "SIGTERM", "SIGUSR1")
+
+    def __init__(self) -> None:
+        self._watching, self._asked = False, ""
+        self._numbers = [getattr(signal, name) for name in self.HEARD if hasattr(signal, name)]
+        self._before = {number: signal.getsignal(number) for number in self._numbers}
+
+    def __enter__(self) -> Interrupts:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def asked(self) -> str:
+        """Whether to end, and how: the training asks before every step."""
+        if not self._watching:
+            for number in self._numbers:
+                signal.signal(number, self._hear)
+            self._watching = True
+        return self._asked
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            self._asked = "interrupt"
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            told = b"\nisoloco: saving and ending with what there is; Ctrl-C again leaves at once\n"
+        else:
+            self._asked = "requeue"
+            told = b"\nisoloco: saving, to be gone on with: --resume auto\n"
+        os.write(2, told)  # print may be interrupted
