@@ -339,6 +339,7 @@ def test_the_method_by_shape():
     [
         ("qr", None, "take auto, svd, gram"),
         ({"square": "svd"}, None, "square.*wide"),
+        (None, None, "got None"),
         ({"square": "svd", "wide": "auto"}, None, "'auto' is not known"),
         ("svd", -1e-3, r"\[0, 1\)"),
         ("newton_schulz", 1e-3, "no rank tolerance"),

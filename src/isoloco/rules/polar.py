@@ -108,9 +108,9 @@ def resolve(method: str | Mapping[str, str], device_type: str, dtype: torch.dtyp
 
 def check(method: str | Mapping[str, str], *, rank_tolerance: float | None = None) -> None:
     """Raise ValueError unless `polar` takes this method and this tolerance, so that a config fails at start."""
+    if not isinstance(method, str) and (not isinstance(method, Mapping) or set(method) != {"square", "wide"}):
+        raise ValueError(f"polar takes a method's name or {{'square': name, 'wide': name}}; got {method!r}")
     names = [method] if isinstance(method, str) else list(method.values())
-    if not isinstance(method, str) and set(method) != {"square", "wide"}:
-        raise ValueError(f"polar takes a method or {{'square': method, 'wide': method}}; got the keys {sorted(method)}")
     for name in names:
         if name not in METHODS and not (name == "auto" and isinstance(method, str)):
             raise ValueError(f"polar {name!r} is not known; take auto, {', '.join(METHODS)}")
