@@ -278,10 +278,11 @@ def _study(argv: list[str]) -> int:
         "Run the runs behind a table. What is done is not done again: stop and start it as you like.",
         "run quickstart --jobs 2",
         "status quickstart",
-        "rows quickstart --csv rows.csv",
+        "report quickstart --csv docs/results/quickstart.csv",
     )
     add = parser.add_argument
-    add("action", choices=["run", "status", "rows"], help="run what is left; count what is done; write the rows")
+    told = "run what is left; count what is done; write the rows; print the table that the rows make"
+    add("action", choices=["run", "status", "rows", "report"], help=told)
     add("study", help="name of a packaged study, or a YAML file")
     add("--root", default="studies", help="directory of the studies' runs (%(default)s)")
     add("--jobs", type=_whole, default=1, help="runs at a time; the threads are divided among them (%(default)s)")
@@ -293,6 +294,13 @@ def _study(argv: list[str]) -> int:
     rows = Path(args.csv) if args.csv else board.root / "rows.csv"
     if args.action == "run":
         return 0 if run_study(board, jobs=args.jobs, rows=rows) else 1
+    if args.action == "report":
+        from .report import read_rows, table
+
+        if not rows.is_file():
+            raise ValueError(f"no rows at {rows}: isoloco study run {args.study} makes them, or name a file with --csv")
+        print(table(board.study, read_rows(rows)))
+        return 0
     if args.action == "rows":
         print(f"wrote {board.write_rows(rows)}")
         return 0
