@@ -232,8 +232,8 @@ def flops_per_token(config: RunConfig, vocab_size: int) -> float:
         if parameter.ndim > 1 and id(parameter) not in looked_up:
             share = text.num_experts_per_tok / experts if experts and ".experts." in name else 1.0
             active += share * parameter.numel()
-    heads = text.num_attention_heads
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    heads = getattr(text, "num_attention_heads", None) or 0  # state-space models have none
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
     return 6 * active + 12 * text.num_hidden_layers * width * config.model.seq_len
 
 
