@@ -220,8 +220,6 @@ class Preparation:
             },
         }
         write_json(self._directory / MANIFEST, manifest)
-        for path in [self._directory / STATE, *self._directory.glob("preparing_*.npy")]:
-            path.unlink()
 
     def _nothing(self, split: str) -> str:
         sizes = f"valid_tokens {self._request['valid_tokens']}, test_tokens {self._request['test_tokens']}"

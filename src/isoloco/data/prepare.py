@@ -55,7 +55,7 @@ def prepare(
         max_tokens=max_tokens,
     )
     directory = Path(out_dir)
-    if not _is_done(directory, request):
+    if not _is_done(directory, request) or (directory / STATE).exists():  # or it ended before it had tidied up
         _locked(directory, request, found, tokenizer, progress)
     return directory
 
@@ -83,7 +83,7 @@ def ensure(data: DataConfig, *, seed: int) -> Path:
     readable = "-".join(re.sub(r"\W+", "", name.rpartition("/")[2].lower())[:24] for name in (source, spec))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = cache / "isoloco" / "data" / f"{readable}-{key}"
-    if not _is_done(directory, request):
+    if not _is_done(directory, request) or (directory / STATE).exists():
         _locked(directory, request, found, spec, progress=True)
     return directory
 
@@ -112,20 +112,20 @@ def _request(source: Source, **settings: Any) -> dict[str, Any]:
 
 
 def _is_done(directory: Path, request: dict[str, Any]) -> bool:
-    if not (directory / MANIFEST).is_file():
+    """Whether the manifest is there. Raises ValueError for a preparation, finished or not, from other settings."""
+    if (directory / MANIFEST).is_file():
+        there = read_manifest(directory).get("request", {})
+    elif (directory / STATE).is_file():
+        there = json.loads((directory / STATE).read_text(encoding="utf-8"))["request"]
+    else:
         return False
-    _compare(directory, read_manifest(directory).get("request"), request)
-    return True
-
-
-def _compare(directory: Path, there: Any, request: dict[str, Any]) -> None:
     for key, value in request.items():
-        before = there.get(key) if isinstance(there, dict) else None
-        if before != value:
+        if there.get(key) != value:
+            changed = f"{key} was {json.dumps(there.get(key))}, now {json.dumps(value)}"
             raise ValueError(
-                f"{directory} holds data of other settings ({key} was {json.dumps(before)}, now {json.dumps(value)}): "
-                "choose another directory, or remove that one"
+                f"{directory} holds data of other settings ({changed}): choose another, or remove that one"
             )
+    return (directory / MANIFEST).is_file()
 
 
 def _locked(directory: Path, request: dict[str, Any], source: Source, spec: str, progress: bool) -> None:
@@ -146,11 +146,11 @@ def _locked(directory: Path, request: dict[str, Any], source: Source, spec: str,
         print(f"another process prepares {directory}: waiting for it", file=sys.stderr, flush=True)
         lock.acquire()
     try:
-        if not _is_done(directory, request):  # by the process that had the lock before
-            if (directory / STATE).exists():
-                _compare(directory, json.loads((directory / STATE).read_text(encoding="utf-8"))["request"], request)
+        if not _is_done(directory, request):  # it may be, by the process that had the lock before
+            directory.mkdir(exist_ok=True)
             _run(directory, request, source, spec, progress, existed)
-        (directory / LOCK).unlink(missing_ok=True)
+        for path in [*directory.glob("preparing_*.npy"), directory / LOCK, directory / STATE]:
+            path.unlink(missing_ok=True)
     finally:
         lock.release()
 

@@ -41,7 +41,7 @@ class Progress:
         line = f"tokenizing: {documents:,} documents, {total_tokens:,} tokens, {speed:,.0f} tokens/s"
         if self._max_tokens:
             left_s = (self._max_tokens - train_tokens) * seconds / max(train_tokens - self._first[2], 1)
-            line += f", {train_tokens / self._max_tokens:.0%}, {max(left_s, 0) / 60:,.0f} min left"
+            line += f", {min(train_tokens / self._max_tokens, 1):.0%}, {max(left_s, 0) / 60:,.0f} min left"
         self.show(line)
 
     def show(self, line: str) -> None:

@@ -190,8 +190,7 @@ class Data:
     def verify(self) -> None:
         """Read every shard and compare it with the manifest; ValueError names the first that changed."""
         for shard in self._shards():
-            digest, _ = scan(shard.path)
-            if shard.blake2b is not None and digest != shard.blake2b:
+            if shard.blake2b is not None and scan(shard.path)[0] != shard.blake2b:
                 raise ValueError(f"shard {shard.path} changed since it was prepared: {_again(self.path)}")
 
     def _shards(self) -> Iterator[Shard]:
@@ -231,25 +230,16 @@ def _from_manifest(directory: Path) -> Data:
         for name, facts in manifest["splits"].items():
             shards = []
             for listed in facts["shards"]:
-                path = directory / listed["file"]
-                shards.append(Shard(path, listed["tokens"], manifest["dtype"], listed["blake2b"], listed["max_id"]))
-                _check_size(path, listed["bytes"])
+                path, tokens, dtype = directory / listed["file"], listed["tokens"], manifest["dtype"]
+                array = _map(path)
+                if len(array) != tokens or array.dtype.name != dtype:
+                    raise ValueError(f"shard {path} changed since it was prepared: {_again(directory)}")
+                shards.append(Shard(path, tokens, dtype, listed["blake2b"], listed["max_id"]))
             splits[name] = Split(name, tuple(shards), facts["documents"], facts["text_bytes"])
         return Data(directory, splits, manifest["vocab_size"], manifest["eos_id"], directory / "tokenizer", manifest)
     except (KeyError, TypeError, AttributeError) as error:
         path = directory / MANIFEST
         raise ValueError(f"{path} is not a manifest of `isoloco prepare` ({_first_line(error)})") from None
-
-
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise ValueError(f"shard {path} is missing, the manifest lists it: {_again(path.parent)}") from None
-    if size != expected:
-        raise ValueError(
-            f"shard {path} is truncated or changed ({size} bytes, the manifest says {expected}): {_again(path.parent)}"
-        )
 
 
 def _from_files(directory: Path) -> Data:
@@ -279,14 +269,15 @@ def _map(path: Path) -> np.ndarray:
     try:
         if not path.stat().st_size:
             raise ValueError("it is empty")
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")  # np.load's own, for .npy alone; refuses objects
     except FileNotFoundError:
         raise ValueError(f"shard {path} is missing") from None
     except (ValueError, EOFError, OSError) as error:  # numpy's, for a bad header or a file shorter than it says
         raise ValueError(f"shard {path} is corrupt or truncated ({_first_line(error)})") from None
-    if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.name not in DTYPES:
-        kind = f"{array.ndim} of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
-        raise ValueError(f"shard {path} holds {kind}: a shard has one dimension, of uint16 or uint32")
+    if array.ndim != 1 or array.dtype.name not in DTYPES:
+        raise ValueError(
+            f"shard {path} holds {array.dtype} in {array.ndim} dimensions: a shard has one, of uint16 or uint32"
+        )
     if path.stat().st_size != array.offset + array.nbytes:
         raise ValueError(f"shard {path} is corrupt: it is longer than its header says")
     return array.view(np.ndarray)  # a plain view slices faster

@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 import re
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
@@ -229,23 +230,26 @@ def _blocks(
     import datasets
     import pyarrow.types
 
-    try:
-        stream: Any = datasets.load_dataset(dataset, split="train", streaming=True, **options)
-    except StopIteration:  # nothing in it
-        return
-    if stream.column_names is not None and text_field not in stream.column_names:
-        fields = ", ".join(stream.column_names)
-        raise ValueError(f"{source} has no field {text_field!r}: its fields are {fields} (text_field)")
-    stream = stream.select_columns([text_field]).with_format("arrow")
-    if state is not None:
-        stream.load_state_dict(state)
-    before = stream.state_dict()
-    for table in stream.iter(batch_size=_BLOCK_DOCUMENTS):
-        kind = table.schema.field(text_field).type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind)):
-            raise ValueError(f"field {text_field!r} of {source} holds {kind}, not text (text_field)")
-        yield before, table[text_field].to_pylist()
+    with tempfile.TemporaryDirectory() as cache:  # datasets leaves lock files there, and nothing else when it streams
+        try:
+            stream: Any = datasets.load_dataset(dataset, split="train", streaming=True, cache_dir=cache, **options)
+        except StopIteration:  # nothing in it
+            return
+        if stream.column_names is not None and text_field not in stream.column_names:
+            fields = ", ".join(stream.column_names)
+            raise ValueError(f"{source} has no field {text_field!r}: its fields are {fields} (text_field)")
+        stream = stream.select_columns([text_field]).with_format("arrow")
+        if state is not None:
+            stream.load_state_dict(state)
         before = stream.state_dict()
+        for table in stream.iter(batch_size=_BLOCK_DOCUMENTS):
+            kind = table.schema.field(text_field).type
+            if not (
+                pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind)
+            ):
+                raise ValueError(f"field {text_field!r} of {source} holds {kind}, not text (text_field)")
+            yield before, table[text_field].to_pylist()
+            before = stream.state_dict()
 
 
 def _number(documents: Iterable[tuple[str, bool]], place: Any, skip: int) -> Iterator[Piece]:

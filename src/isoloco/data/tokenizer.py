@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +32,19 @@ class Tokenizer:
     original: Any = None
     """The Hugging Face tokenizer it came from, if any: its other files are kept too."""
 
-    @property
+    @cached_property
     def eos_id(self) -> int:
         """The token that ends a document."""
         token = self.backend.token_to_id(self.eos)
         assert token is not None  # no tokenizer is made without
         return token
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Largest token id plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         """What its ids are stored as."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"

@@ -66,7 +66,6 @@ class ShardWriter:
             {
                 "file": self._final.name,
                 "tokens": self._open_tokens,
-                "bytes": self._final.stat().st_size,
                 "max_id": largest,
                 "blake2b": digest,
             }
