@@ -19,11 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .recipe import load_yaml
+from .config import unknown
+from .recipe import build_config, load_yaml
 
 Point = tuple[int, ...]
 
@@ -90,16 +91,21 @@ class Run:
 
 
 def load(name: str) -> Study:
-    """A packaged study by name, or a YAML file. ValueError says what is wrong with it."""
+    """A packaged study by name, or a YAML file. ValueError says what is wrong with it, before any of its runs."""
     label, tree = load_yaml(name, "studies")
     if not isinstance(tree.get("cells"), dict) or "recipe" not in tree:
         raise ValueError(f"{label}: takes 'recipe' and 'cells', a mapping from name to options")
+    known = [item.name for item in fields(Study)]
+    if alien := next((key for key in tree if key not in known), None):
+        raise ValueError(f"{label}: {unknown('key', str(alien), known)}")
     cells = []
     for cell, given in tree["cells"].items():
+        if not isinstance(given, dict | None):
+            raise ValueError(f"{label}, cell {cell}: takes a mapping of options, got {given!r}")
         block = dict(given or {})
-        tune, grid = (_axes(block.pop(part, None)) for part in ("tune", "grid"))
+        tune, grid = (_axes(block.pop(part, None), f"{label}, cell {cell}") for part in ("tune", "grid"))
         cells.append(Cell(cell, block, tune, grid))
-    return Study(
+    study = Study(
         name=tree.get("name", Path(name).stem),
         title=tree.get("title", ""),
         recipe=tree["recipe"],
@@ -109,13 +115,27 @@ def load(name: str) -> Study:
         trials=int(tree.get("trials", 0)),
         metric=tree.get("metric", "valid_loss_last"),
     )
+    for cell in study.cells:
+        first = {axis.key: axis.value(0) for axis in cell.tune + cell.grid}
+        try:
+            build_config(study.recipe, {**study.options, **cell.options, **first})
+        except ValueError as error:
+            raise ValueError(f"{label}, cell {cell.name}: {error}") from None
+    return study
 
 
-def _axes(specs: dict[str, Any] | None) -> tuple[Axis, ...]:
-    return tuple(
-        Axis(key=key, values=tuple(spec)) if isinstance(spec, list) else Axis(key=key, **spec)
-        for key, spec in (specs or {}).items()
-    )
+def _axes(specs: dict[str, Any] | None, where: str) -> tuple[Axis, ...]:
+    axes = []
+    for key, spec in (specs or {}).items():
+        try:
+            given: dict[str, Any] = spec if isinstance(spec, dict) else {"values": tuple(spec)}
+            axes.append(Axis(key=key, **given))
+            whole = axes[-1].value(0) is not None and given.keys() & {"values", "factor", "step"}
+        except TypeError:
+            whole = False
+        if not whole:
+            raise ValueError(f"{where}: {key} takes a list, or a start and a factor or step (and low, high)")
+    return tuple(axes)
 
 
 def climb(axes: tuple[Axis, ...], losses: dict[Point, float], trials: int) -> list[Point]:
