@@ -204,7 +204,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     """The network without its weights: names and shapes on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with _quiet_transformers(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config(config, vocab_size=vocab_size), dtype=torch.float32)
 
 

@@ -126,8 +126,8 @@ def train(
     resumed = None
     if resume is not None:
         resumed = resuming.resume(resume, prepared.config, previous=resume_from_previous)
-        for data in prepared.data:
-            data.verify()
+    for data in prepared.data:
+        data.verify()
     torch.set_num_threads(prepared.config.compute.threads or torch.get_num_threads())
     return _Run(prepared, resumed, sources, quiet=quiet, stop=stop, observe=observe, command=command).loop()
 
