@@ -243,7 +243,7 @@ def _kind(shape: tuple[int, ...] | torch.Size) -> str:
 @contextmanager
 def _full_precision(device_type: str) -> Iterator[None]:
     """Products in the dtype of their factors, whatever autocast or reduced float32 modes the caller trains under."""
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     before = [(backend, backend.fp32_precision) for backend in backends]
     reduced = [(backend, value) for backend, value in before if value not in ("none", "ieee")]
     for backend, _ in reduced:
