@@ -1,5 +1,6 @@
 """`isoloco prepare`: text to shards of tokens, once, in bounded memory, on all cores, going on after interruptions."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -132,11 +133,11 @@ def _locked(directory: Path, request: dict[str, Any], source: Source, spec: str,
     """Prepare while no other process does; on a user's mistake nothing stays behind."""
     from filelock import FileLock, Timeout
 
-    existed = directory.exists()
-    if existed and not directory.is_dir():
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    if not made and not directory.is_dir():
         raise ValueError(f"{directory} is a file: out_dir takes a directory")
     ours = {LOCK, STATE, f"{STATE}.partial"}
-    if existed and not (directory / STATE).exists() and any(path.name not in ours for path in directory.iterdir()):
+    if not made and not (directory / STATE).exists() and any(path.name not in ours for path in directory.iterdir()):
         raise ValueError(f"{directory} is not empty and holds no preparation: choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / LOCK)
@@ -148,14 +149,15 @@ def _locked(directory: Path, request: dict[str, Any], source: Source, spec: str,
     try:
         if not _is_done(directory, request):  # it may be, by the process that had the lock before
             directory.mkdir(exist_ok=True)
-            _run(directory, request, source, spec, progress, existed)
+            _run(directory, request, source, spec, progress, made)
         for path in [*directory.glob("preparing_*.npy"), directory / LOCK, directory / STATE]:
             path.unlink(missing_ok=True)
     finally:
         lock.release()
 
 
-def _run(directory: Path, request: dict[str, Any], source: Source, spec: str, progress: bool, existed: bool) -> None:
+def _run(directory: Path, request: dict[str, Any], source: Source, spec: str, progress: bool, made: list[Path]) -> None:
+    """Prepare; on a user's mistake remove what is in the directory, and the directories that were ``made`` for it."""
     preparation = None
     try:
         with tokenizers.own_threads(), Progress(progress, request["max_tokens"]) as shown:
@@ -166,6 +168,7 @@ def _run(directory: Path, request: dict[str, Any], source: Source, spec: str, pr
             raise Interrupted(f"{error}; the same command goes on from here") from None
         for path in directory.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if not existed:
-            directory.rmdir()
+        for path in made:
+            with contextlib.suppress(OSError):  # it holds something of somebody else's by now
+                path.rmdir()
         raise
