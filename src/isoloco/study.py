@@ -231,8 +231,6 @@ class Board:
             if not new:
                 return losses
             losses |= new
-            if len(new) < len(found):
-                return losses
 
     def wanted(self, cell: Cell) -> list[Run]:
         """Every run of a cell that can be named now and is not done: trials first, then the best for every seed."""
