@@ -57,9 +57,15 @@ class Recorder:
             due = every and ((self.state.round + 1) % every == 0 or self.state.round + 1 == self.plan.rounds)
             if due and self.matrices:
                 matrices = {name: self._spectrum(info["deltas"][name]) for name in self.matrices}
-                self.tracker.spectra(round=self.state.round + 1, step=self.state.step, matrices=matrices)
+                step = self.state.step + self._round_steps
+                self.tracker.spectra(round=self.state.round + 1, step=step, matrices=matrices)
         if self.hear:
             self.hear(phase, **info)
+
+    @property
+    def _round_steps(self) -> int:
+        """Inner steps of the round that is under way."""
+        return min(self.config.sync_every, self.plan.steps - self.state.step)
 
     def _inner(self, *, worker: int, step: int, loss: float, grad_norm: float, lr: float) -> None:
         config, round_number, done = self.config, self.state.round + 1, step + 1
@@ -73,7 +79,7 @@ class Recorder:
         self.tracker.progress(
             round=round_number,
             step_in_round=done - self.state.step,
-            steps_of_round=min(config.sync_every, self.plan.steps - self.state.step),
+            steps_of_round=self._round_steps,
             worker_index=self.state.hosted_index,
             workers=turns,
             loss=loss,

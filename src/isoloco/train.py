@@ -246,6 +246,11 @@ class _Run:
         )
         self.tracker.event("checkpoint", round=self.state.round, step=self.state.step, stall_s=stall)
 
+    @property
+    def _anchor_step(self) -> int:
+        """Inner steps that are in the anchor: in data-parallel training it moves in mid-round."""
+        return self.state.step + (self.state.turn.steps if self.config.is_dp else 0)
+
     def _evaluate(self) -> None:
         started = time.perf_counter()
         self._observe("eval", round=self.state.round)
@@ -253,8 +258,8 @@ class _Run:
         found = evaluate_data(self.model, self.data, self.config)
         self.tracker.evaluation(
             round=self.state.round,
-            step=self.state.step,
-            tokens=self.state.step * self.recorder.step_tokens,
+            step=self._anchor_step,
+            tokens=self._anchor_step * self.recorder.step_tokens,
             split=self.config.eval.split,
             loss=found.loss,
             perplexity=found.perplexity,
@@ -285,12 +290,12 @@ class _Run:
     def _leave_model(self) -> None:
         config, state, run_dir = self.config, self.state, self.run_dir
         evaluated = [r for r in read_metrics(run_dir.path) if r["kind"] == "eval"]
-        if not evaluated or evaluated[-1]["step"] != state.step or self.stopped:
+        if not evaluated or evaluated[-1]["step"] != self._anchor_step:
             self._evaluate()
         load_anchor(self.model, state.anchor)
         tokenizer_dir = self.data[0].tokenizer_dir
         loss = self.tracker.figures()["valid_loss_last"]
-        card = _model_card(config, tokens=state.step * self.recorder.step_tokens, loss=loss)
+        card = _model_card(config, tokens=self._anchor_step * self.recorder.step_tokens, loss=loss)
         directory = models.export(
             self.model, state.anchor, run_dir.path / "model", tokenizer_dir=tokenizer_dir, card=card
         )
@@ -304,7 +309,7 @@ class _Run:
             following.append(f"isoloco train quickstart --method {other}")
         summary = {
             "rounds": state.round,
-            "step": state.step,
+            "step": self._anchor_step,
             "wire_bytes_per_worker": self.plan.round_bytes * state.round,
         }
         files = [("model", directory), ("metrics", run_dir.path / "metrics.jsonl")]
