@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ def build_round(
 
 
 def build_outer(
-    anchor: dict[str, Tensor], *, config: RunConfig, roles: dict[str, str], transposed: set[str]
+    anchor: Mapping[str, Tensor], *, config: RunConfig, roles: dict[str, str], transposed: set[str]
 ) -> OuterOptimizer:
     """The outer optimizer that a config names, over the anchors."""
     role = {name: roles[name] for name in anchor}
