@@ -232,7 +232,7 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path) -> list[tuple
         ),
         ("budget", f"{plan.tokens:,} tokens, {rounds}"),
         ("data", f"{data_path} ({plan.train_tokens:,} training tokens, {passes:.2f} passes)"),
-        ("compute", f"{compute.device}, {compute.precision}, {compute.threads} threads of {os.cpu_count()}"),
+        ("compute", f"{compute.device}, {compute.precision}, {compute.threads} of {os.cpu_count()} threads"),
         ("memory", f"about {size(plan.memory_bytes)} predicted"),
         ("checkpoint", f"{size(plan.checkpoint_bytes)} each"),
     ]

@@ -302,11 +302,14 @@ class _Run:
         text = sample(self.model, tokenizer_dir, tokens=40, seed=config.seed) if tokenizer_dir else None
         run_dir.update(state="finished" if state.step == self.plan.steps else "stopped")
         shown, other = relative(run_dir.path), "diloco" if config.method != "diloco" else "isoloco"
-        following = [f"isoloco evaluate {shown} --split test"]
+        unseen = " --split test" if self.data[0].tokens("test") >= config.model.seq_len else ""
+        following = [f"isoloco evaluate {shown}{unseen}"]
         if self.stopped:
             following.insert(0, f"isoloco train --resume {shown}")
-        elif config.name == "quickstart":
-            following.append(f"isoloco train quickstart --method {other}")
+        else:
+            following.append(
+                f"isoloco train quickstart --method {other}" if config.name == "quickstart" else "isoloco methods"
+            )
         summary = {
             "rounds": state.round,
             "step": self._anchor_step,
