@@ -215,7 +215,7 @@ def _activation_bytes(config: RunConfig, model: Any) -> int:
     return tokens * (layers * per_layer + logits)
 
 
-def header_rows(config: RunConfig, plan: Plan, *, data_path: Path) -> list[tuple[str, str]]:
+def header_rows(config: RunConfig, plan: Plan, *, data_path: Path | str) -> list[tuple[str, str]]:
     """What a person reads before the first step."""
     compute, batch = config.compute, config.global_batch_size
     if config.is_dp:
@@ -224,6 +224,7 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path) -> list[tuple
         rounds = f"{plan.rounds:,} rounds of H = {config.sync_every} inner steps"
         fewer = f", {plan.fewer_bytes:.0f}x fewer than data-parallel"
     passes = plan.tokens / max(plan.train_tokens, 1)
+    read = f"{data_path} ({plan.train_tokens:,} training tokens, {passes:.2f} passes)" if plan.train_tokens else data_path
     rows = [
         ("model", f"{plan.parameters:,} parameters, {plan.matrices} matrices"),
         (
@@ -231,7 +232,7 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path) -> list[tuple
             f"W = {config.workers}, each {config.worker_batch_size} of {batch} sequences of {config.model.seq_len}",
         ),
         ("budget", f"{plan.tokens:,} tokens, {rounds}"),
-        ("data", f"{data_path} ({plan.train_tokens:,} training tokens, {passes:.2f} passes)"),
+        ("data", str(read)),
         ("compute", f"{compute.device}, {compute.precision}, {compute.threads} of {os.cpu_count()} threads"),
         ("memory", f"about {size(plan.memory_bytes)} predicted"),
         ("checkpoint", f"{size(plan.checkpoint_bytes)} each"),
