@@ -159,11 +159,10 @@ def _plan(argv: list[str]) -> int:
 
     config, _ = run_config(argv, prog="isoloco plan")
     from .plan import header_rows
-    from .train import prepare_run
+    from .train import outline_run
 
-    prepared = prepare_run(config)
-    rows = [("method", config.method)]
-    rows += header_rows(prepared.config, prepared.plan, data_path=prepared.data[0].path)
+    config, plan, data = outline_run(config)
+    rows = [("method", config.method), *header_rows(config, plan, data_path=data)]
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:<{width}}  {value}")

@@ -17,7 +17,7 @@ SPLIT_SEED = 42
 
 
 def open_run_data(config: RunConfig) -> list[Data]:
-    """The run's data: one directory, or one for each worker. A source is prepared first, once.
+    """The run's data: one directory, or one for each worker. A source is prepared first, once (see `is_ready`).
 
     Raises:
         ValueError: no data there, or workers' own data of different vocabularies.
@@ -32,6 +32,13 @@ def open_run_data(config: RunConfig) -> list[Data]:
     if len(sizes := {d.vocab_size for d in data}) > 1:
         raise ValueError(f"data.per_worker: vocabularies of {sizes} entries differ; prepare all with one tokenizer")
     return data
+
+
+def is_ready(config: RunConfig) -> bool:
+    """Whether the run's data lies there and need not be prepared."""
+    from .prepare import is_prepared
+
+    return config.data.source is None or is_prepared(config.data, seed=SPLIT_SEED)
 
 
 def vocabulary(data: list[Data]) -> int:

@@ -69,6 +69,22 @@ def ensure(data: DataConfig, *, seed: int) -> Path:
     """
     if data.path is not None:
         return Path(data.path)
+    directory, request, found, spec = _kept(data, seed=seed)
+    if not _is_done(directory, request) or (directory / STATE).exists():
+        _locked(directory, request, found, spec, progress=True)
+    return directory
+
+
+def is_prepared(data: DataConfig, *, seed: int) -> bool:
+    """Whether `ensure` has nothing to do."""
+    if data.path is not None:
+        return True
+    directory, request, *_ = _kept(data, seed=seed)
+    return _is_done(directory, request)
+
+
+def _kept(data: DataConfig, *, seed: int) -> tuple[Path, dict[str, Any], Source, str]:
+    """Where the data of a source is kept, what is asked of it, the source and the tokenizer."""
     source, spec = data.source or "corpus:sotu", data.tokenizer or "train:bpe:2048"
     found = find_source(source, text_field=data.text_field)
     request = _request(
@@ -83,10 +99,7 @@ def ensure(data: DataConfig, *, seed: int) -> Path:
     key = hashlib.blake2b(json.dumps([FORMAT, request], sort_keys=True).encode(), digest_size=6).hexdigest()
     readable = "-".join(re.sub(r"\W+", "", name.rpartition("/")[2].lower())[:24] for name in (source, spec))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "isoloco" / "data" / f"{readable}-{key}"
-    if not _is_done(directory, request) or (directory / STATE).exists():
-        _locked(directory, request, found, spec, progress=True)
-    return directory
+    return cache / "isoloco" / "data" / f"{readable}-{key}", request, found, spec
 
 
 def _request(source: Source, **settings: Any) -> dict[str, Any]:
