@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from isoloco.data.order import Order
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(rows=st.integers(1, 3000), seed=st.integers(-(2**63), 2**63), epoch=st.integers(0, 10**6))
 def test_every_row_comes_once_in_an_epoch(rows, seed, epoch):
     taken = Order(rows, seed).take(epoch * rows, (epoch + 1) * rows)
@@ -18,6 +18,7 @@ def test_every_row_comes_once_in_an_epoch(rows, seed, epoch):
     assert np.array_equal(np.sort(taken), np.arange(rows))
 
 
+@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 2**62), position=st.integers(0, 2**64), count=st.integers(1, 50))
 def test_rows_lie_inside_and_differ_within_an_epoch(rows, position, count):
     taken = Order(rows, 7).take(position, position + count)
@@ -28,7 +29,7 @@ def test_rows_lie_inside_and_differ_within_an_epoch(rows, position, count):
         assert len(set(inside.tolist())) == len(inside)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 500), start=st.integers(0, 2000), count=st.integers(0, 300), cut=st.integers(0, 300))
 def test_a_range_is_its_parts_and_its_single_rows(rows, start, count, cut):
     order = Order(rows, 3)

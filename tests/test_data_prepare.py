@@ -100,7 +100,7 @@ def test_numbers_of_tokens_take_the_documents_of_the_smallest_and_largest_keys(t
         assert data.tokens(split) >= size > data.tokens(split) - len(encoded) - 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 9)), max_size=25), st.randoms(), st.data())
 def test_held_splits_do_not_depend_on_the_order(entries, random, data):
     valid, test = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
@@ -195,6 +195,10 @@ def test_a_trained_tokenizer_has_seen_training_text_only_and_loads_in_transforme
         load_tokenizer(str(out / "tokenizer")).encode(["held text é"])[0].tolist()
     )
     assert loaded.decode(loaded("held text é").input_ids) == "held text é"
+    options = {"source": str(path), "valid_tokens": 0.2, "test_tokens": 40}
+    again = open_data(prepare(out_dir=tmp_path / "again", tokenizer=str(out / "tokenizer"), **options))
+    assert again.checksum == data.checksum
+    assert AutoTokenizer.from_pretrained(again.tokenizer_dir).eos_token == "<|endoftext|>"
 
 
 def write_kind(directory, kind):
@@ -271,7 +275,7 @@ def test_the_corpus_is_there_and_needs_no_datasets():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text("ab \n\r\tÄ", max_size=60), st.integers(1, 12))
 def test_pieces_join_to_the_document(document, size):
     with pytest.MonkeyPatch.context() as patch:
@@ -427,6 +431,7 @@ def test_prepared_data_is_left_as_it_is(tmp_path, source, tokenizer_json):
         prepare(**options)
 
 
+@pytest.mark.dist
 def test_a_source_is_prepared_once_for_all_processes(tmp_path, monkeypatch, source, tokenizer_json):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = {"source": source, "tokenizer": tokenizer_json}

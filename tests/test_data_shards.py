@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoloco.data.shards import Shard, Split, open_data
@@ -26,6 +26,7 @@ def authors(tmp_path):
     return tmp_path, tokens
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 200),
     cuts=st.lists(st.integers(0, 200), max_size=6),

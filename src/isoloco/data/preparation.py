@@ -24,7 +24,7 @@ from .tokenizer import Tokenizer
 from .writer import ShardWriter, write_json
 
 CHECKPOINT_S = 10.0  # how much work an interruption may cost
-BATCH_CHARS = 2**18  # text that a thread encodes at a time
+BATCH_CHARS = 2**16  # text that a thread encodes at a time
 TRAINING_BYTES = 2**28  # text that train:bpe reads at most
 BYTES_PER_TOKEN = 8  # more than tokens hold on average: keeps held-out text out of the tokenizer's training
 TOKENIZER = "tokenizer"
