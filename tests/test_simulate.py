@@ -224,7 +224,6 @@ def test_buffers_that_a_forward_pass_changes_are_refused(method):
         ({"method": "dp", "outer": OuterConfig(lr=0.7)}, "dp has no outer step"),
         ({"inner": lambda params: torch.optim.SGD(params[1:], lr=0.1)}, "exactly once.*embedding.weight"),
     ],
-    ids=str,
 )
 def test_mistakes_are_one_line_before_any_step(options, message):
     read: list[int] = []
