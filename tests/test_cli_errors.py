@@ -237,6 +237,10 @@ HEAVY = [
     ("train tiny.yaml --transform.exclude '*.nothing.*'", "'*.nothing.*' matches no parameter: roles here are"),
     ("train tiny.yaml --transform.exclude matrix,embedding,head", "transform iso_c has no parameter left"),
     ("plan tiny.yaml --budget.tokens 63", "a budget of 63 tokens is below one step"),
+    (
+        "plan quickstart --data.tokenizer no/such",
+        "model.preset tiny takes the vocabulary of no/such, which is known once",
+    ),
     # the other commands
     ("evaluate nowhere", "nowhere: no model there; give the directory of a run that has ended, or of a model"),
     ("evaluate run", "run: no run there that says which data; name a directory of shards (--data)"),

@@ -64,7 +64,7 @@ def option_help(width: int | None = None) -> str:
     column = 34
     lines = []
     for section in sections():
-        lines += ["", f"{section.group or 'run'}: {section.title}"]
+        lines += ["", *textwrap.wrap(f"{section.group or 'run'}: {section.title}", max(width, 64))]
         for option, doc in section.options:
             head = f"  --{option.key} {_placeholder(option.type)}"
             told = doc if option.default in (None, {}) else f"{doc} [{_spelled(option.default)}]"
