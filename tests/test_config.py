@@ -78,7 +78,8 @@ def other(key: str) -> Any:
         "method": "diloco", "global_batch_size": 4, "inner.betas": (0.8, 0.9), "inner.decay_roles": ["matrix"],
         "reduce.name": "ties", "transform.name": "none", "transform.exclude": ["head"], "outer.optimizer": "adamw",
         "reduce.options": {"x": 1}, "transform.options": {"x": 1}, "model.preset": "21m", "inner.optimizer": "muon",
-        "compute.device": "cpu", "eval.split": "test", "name": "other", "micro_batch_size": 2, "data.text_field": "content",
+        "compute.device": "cpu", "eval.split": "test", "name": "other", "micro_batch_size": 2,
+        "data.text_field": "content",
     }  # fmt: skip
     if key in special:
         return special[key]

@@ -165,7 +165,7 @@ def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int) -
     adam = 8 * trainable if config.outer.optimizer == "adamw" else 0
     # live model and gradient; anchor, sum of deltas and outer state where there is an outer step
     workers = 1 if config.is_dp else config.workers
-    held = 8 * trainable + workers * state_bytes
+    held = 8 * trainable + (1 if config.compute.worker_state == "disk" else workers) * state_bytes
     if not config.is_dp:
         held += 8 * trainable + momentum + adam
         held += _delta_copies(config) * 4 * trainable
@@ -224,7 +224,9 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path | str) -> list
         rounds = f"{plan.rounds:,} rounds of H = {config.sync_every} inner steps"
         fewer = f", {plan.fewer_bytes:.0f}x fewer than data-parallel"
     passes = plan.tokens / max(plan.train_tokens, 1)
-    read = f"{data_path} ({plan.train_tokens:,} training tokens, {passes:.2f} passes)" if plan.train_tokens else data_path
+    read = (
+        f"{data_path} ({plan.train_tokens:,} training tokens, {passes:.2f} passes)" if plan.train_tokens else data_path
+    )
     rows = [
         ("model", f"{plan.parameters:,} parameters, {plan.matrices} matrices"),
         (

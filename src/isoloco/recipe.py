@@ -80,7 +80,10 @@ def build_config(
     recipe: str | None, given: dict[str, Any], *, base: tuple[str, dict[str, Any]] | None = None
 ) -> tuple[RunConfig, dict[str, str]]:
     """Lay dotted keys over a recipe (a packaged name or the path of a YAML file), or over labelled values."""
-    label, values, per_method = _read_recipe(recipe) if recipe else (*(base or ("", {})), {})
+    label, values = base or ("", {})
+    per_method: dict[str, dict[str, Any]] = {}
+    if recipe:
+        label, values, per_method = _read_recipe(recipe)
     written_for = values.get("method")
     method = given.get("method", written_for or "isoloco")
     if not isinstance(method, str) or method not in METHODS:
@@ -121,27 +124,31 @@ def _read_recipe(name: str) -> tuple[str, dict[str, Any], dict[str, dict[str, An
     for method in per_method:
         if method not in METHODS:
             raise ValueError(f"{label}: " + unknown("method in per_method", str(method), METHODS))
-    return label, _flatten(tree, label), {method: _flatten(block, label) for method, block in per_method.items()}
+    return label, flatten(tree, label), {method: flatten(block, label) for method, block in per_method.items()}
 
 
-def _flatten(tree: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any]:
     """Dotted keys of a nested mapping; counts such as 10e9, which YAML reads as text, become numbers."""
     known = options()
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in known:
-            found[name] = value if str in alternatives(known[name].type) else _numbers(value)
+            text = {str, list[str]}.intersection(alternatives(known[name].type))
+            found[name] = value if text else numbers(value)
         elif isinstance(value, dict | None) and any(k.startswith(name + ".") for k in known):
-            found |= _flatten(value or {}, label, name + ".")
+            found |= flatten(value or {}, label, name + ".")
         else:
             raise ValueError(f"{label}: " + unknown("option", name, known))
     return found
 
 
-def _numbers(value: Any) -> Any:
+def numbers(value: Any) -> Any:
+    """Counts such as 10e9 within a value of a YAML file, as numbers."""
     if isinstance(value, dict):
-        return {name: _numbers(part) for name, part in value.items()}
+        return {name: numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [numbers(part) for part in value]
     return number(value) if isinstance(value, str) else value
 
 
@@ -207,6 +214,10 @@ def _spell(value: str, kind: Any) -> str:
     kinds = alternatives(kind)
     if int in kinds:
         return str(number(value))
-    if any(typing.get_origin(each) in (list, tuple) for each in kinds) and not value.startswith("["):
-        return json.dumps([number(part.strip()) for part in value.split(",") if part.strip()])
+    if not value.startswith("["):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if list[str] in kinds:
+            return json.dumps(parts)
+        if any(typing.get_origin(each) is tuple for each in kinds):
+            return json.dumps([number(part) for part in parts])
     return value

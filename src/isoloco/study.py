@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import unknown
-from .recipe import build_config, load_yaml
+from .recipe import build_config, flatten, load_yaml, numbers
 
 Point = tuple[int, ...]
 
@@ -103,13 +103,14 @@ def load(name: str) -> Study:
         if not isinstance(given, dict | None):
             raise ValueError(f"{label}, cell {cell}: takes a mapping of options, got {given!r}")
         block = dict(given or {})
-        tune, grid = (_axes(block.pop(part, None), f"{label}, cell {cell}") for part in ("tune", "grid"))
-        cells.append(Cell(cell, block, tune, grid))
+        where = f"{label}, cell {cell}"
+        tune, grid = (_axes(block.pop(part, None), where) for part in ("tune", "grid"))
+        cells.append(Cell(cell, flatten(block, where), tune, grid))
     study = Study(
         name=tree.get("name", Path(name).stem),
         title=tree.get("title", ""),
         recipe=tree["recipe"],
-        options=dict(tree.get("options") or {}),
+        options=flatten(tree.get("options") or {}, label),
         cells=tuple(cells),
         seeds=tuple(tree.get("seeds", (42,))),
         trials=int(tree.get("trials", 0)),
@@ -128,7 +129,7 @@ def _axes(specs: dict[str, Any] | None, where: str) -> tuple[Axis, ...]:
     axes = []
     for key, spec in (specs or {}).items():
         try:
-            given: dict[str, Any] = spec if isinstance(spec, dict) else {"values": tuple(spec)}
+            given: dict[str, Any] = numbers(spec) if isinstance(spec, dict) else {"values": tuple(numbers(spec))}
             axes.append(Axis(key=key, **given))
             whole = axes[-1].value(0) is not None and given.keys() & {"values", "factor", "step"}
         except TypeError:
@@ -217,10 +218,15 @@ class Board:
         if manifest.get("state") == "finished":
             value = manifest["summary"].get(self.study.metric)
             return float("inf") if value is None else float(value)
-        return float("inf") if self._failures(run) >= 2 else None
+        return float("inf") if self.failed(run) else None
 
-    def _failures(self, run: Run) -> int:
-        return len(list(self.root.glob(f"failed/{run.key}-*")))
+    def failed(self, run: Run) -> bool:
+        """Whether a run failed for good: twice. Runs that were interrupted do not count, nor those that diverged."""
+        return self.manifest(run).get("state") != "finished" and len(self.set_aside(run, "failed")) >= 2
+
+    def set_aside(self, run: Run, why: str) -> list[Path]:
+        """Directories of earlier attempts, moved away because they ``failed`` or were ``interrupted``."""
+        return sorted((self.root / why).glob(f"{run.key}-*"))
 
     def trials(self, cell: Cell) -> dict[Point, float]:
         """Losses of the trials that are done, found by following the search from its start."""
@@ -328,7 +334,7 @@ def run_study(
         time.sleep(1.0)
     if rows:
         board.write_rows(rows)
-    return all(loss != float("inf") for _, _, loss in board.everything())
+    return not any(board.failed(run) for _, run, _ in board.everything())
 
 
 def _claim(board: Board, run: Run) -> Any | None:
@@ -349,7 +355,7 @@ def _start(board: Board, run: Run, threads: int) -> subprocess.Popen[bytes]:
     """Start a run as a process of its own. What a dead process left in its directory is moved away first."""
     directory = board.directory(run)
     if directory.exists():
-        _set_aside(board, run)
+        _set_aside(board, run, "interrupted")
     logs = board.root / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     argv = [
@@ -377,14 +383,15 @@ def _settle(board: Board, run: Run, code: int, say: Callable[[str], None]) -> No
         say(f"{run.cell} {run.kind} seed {run.seed}: {board.study.metric} {loss:.4f}  {_told(board, run)}")
         return
     log = (board.root / "logs" / f"{run.key}.log").read_text("utf-8", "replace").strip().splitlines()
-    say(f"{run.cell} {run.kind} seed {run.seed}: failed ({log[-1] if log else f'exit code {code}'})")
-    _set_aside(board, run)
+    why = "interrupted" if board.manifest(run).get("state") == "stopped" else "failed"
+    say(f"{run.cell} {run.kind} seed {run.seed}: {why} ({log[-1] if log else f'exit code {code}'})")
+    _set_aside(board, run, why)
 
 
-def _set_aside(board: Board, run: Run) -> None:
-    folder = board.root / "failed"
+def _set_aside(board: Board, run: Run, why: str) -> None:
+    folder = board.root / why
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{run.key}-{board._failures(run)}"
+    place = folder / f"{run.key}-{len(board.set_aside(run, why))}"
     directory = board.directory(run)
     if directory.exists():
         directory.rename(place)
