@@ -411,6 +411,17 @@ def test_error(case, place, monkeypatch, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []  # where what is prepared would be kept
 
 
+def test_a_dashboard_that_does_not_start_leaves_no_run(place, monkeypatch, tmp_path, capsys):
+    def refuse(*_, **__):
+        raise ValueError("log.wandb: Weights & Biases did not start")
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("isoloco.tracking.open_sinks", refuse)
+    code = main(["train", "tiny.yaml", "--out_dir", str(tmp_path / "run")])
+    check(("train", "Weights & Biases did not start"), code, *capsys.readouterr())
+    assert list(tmp_path.iterdir()) == []
+
+
 def through_command(case: tuple[str, str], place: Path, cache: Path) -> None:
     env = {
         **os.environ, "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
