@@ -422,19 +422,20 @@ def test_a_dashboard_that_does_not_start_leaves_no_run(place, monkeypatch, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def through_command(case: tuple[str, str], place: Path, cache: Path) -> None:
+def through_command(number: int, case: tuple[str, str], place: Path, cache: Path) -> None:
     env = {
         **os.environ, "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(place / "not_installed"),
     }  # fmt: skip
-    ran = subprocess.run([COMMAND, *shlex.split(case[0])], cwd=place, env=env, capture_output=True, text=True)
+    line = case[0].replace("--out new", f"--out new{number}")  # two run at a time
+    ran = subprocess.run([COMMAND, *shlex.split(line)], cwd=place, env=env, capture_output=True, text=True)
     check(case, ran.returncode, ran.stdout, ran.stderr)
 
 
 def all_through_command(cases: list[tuple[str, str]], place: Path, cache: Path) -> None:
     before = listing(place)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda case: through_command(case, place, cache), cases))
+        list(pool.map(lambda pair: through_command(*pair, place, cache), enumerate(cases)))
     assert listing(place) == before
     assert list(cache.iterdir()) == []
 
