@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"method": "isoloco", "comm__wire": "int8"},
     "dare adamw": {"method": "dare", "outer__optimizer": "adamw", "outer__lr": 0.1},
 }
-STEPS = 4  # a round of three inner steps, and a short one
+H, STEPS = 2, 3  # a round of two inner steps, and a short one
 
 
 def ended(state: RoundState) -> dict[str, Any]:
@@ -48,17 +48,17 @@ def ended(state: RoundState) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "fresh"), [*((kind, True) for kind in KINDS), ("isoloco", False), ("dp", False)])
 def test_a_training_stopped_at_any_moment_goes_on_bit_for_bit(kind, fresh):
-    options = {**KINDS[kind], "steps": STEPS}
+    options = {**KINDS[kind], "sync_every": H, "steps": STEPS}
     asked = StopOnce(at=-1)
     training, whole = toy.build(**options, model=toy.Net(dropout=0.2), stop=asked)
-    rounds = [comparable(m) for m in toy.finish(training, whole, steps=STEPS)]
+    rounds = [comparable(m) for m in toy.finish(training, whole, steps=STEPS, sync_every=H)]
     assert asked.asked == STEPS * (1 if kind == "dp" else 2)
 
     for moment in range(asked.asked):
         stop = StopOnce(moment)
         training, state = toy.build(**options, model=toy.Net(dropout=0.2), stop=stop)
         found: list[dict[str, Any]] = []
-        for steps in (3, 1):
+        for steps in (H, STEPS - H):
             if (metrics := training.run(state, steps=steps)) is None:
                 assert stop.asked == moment + 1
                 if fresh:  # as if by another process, with a model that has other weights

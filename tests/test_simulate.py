@@ -19,7 +19,7 @@ from isoloco.presets import METHODS
 from isoloco.simulate import simulate
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "simulate.py"
-SIZES: dict[str, Any] = {"workers": 3, "sync_every": 4, "rounds": 10}
+SIZES: dict[str, Any] = {"workers": 2, "sync_every": 4, "rounds": 5}
 INNER = InnerConfig(lr=toy.LR)
 
 
@@ -37,9 +37,9 @@ def own_rules():
 def test_every_method_trains(method):
     model = toy.Net()
     result = isoloco.simulate(model, toy.loss, toy.batch, method=method, inner=InnerConfig(lr=toy.LR), **SIZES)
-    assert len(result.losses) == 10
-    assert result.losses[-1] < 0.9 * result.losses[0]
-    assert [m["step"] for m in result.rounds] == list(range(4, 41, 4))
+    assert len(result.losses) == 5
+    assert result.losses[-1] < 0.95 * result.losses[0]
+    assert [m["step"] for m in result.rounds] == list(range(4, 21, 4))
     assert all(p.isfinite().all() for p in model.parameters())
     assert result.total_s > 0
 
@@ -72,10 +72,10 @@ def test_it_evaluates_the_anchor_when_due_and_after_the_last_round():
     seen: list[int] = []
     result = simulate(
         model, toy.loss, toy.batch, inner=INNER, evaluate=lambda m: float(m.mix.weight.detach().sum()),
-        evaluate_every=4, on_round=lambda metrics: seen.append(metrics["round"]), **SIZES,
+        evaluate_every=2, on_round=lambda metrics: seen.append(metrics["round"]), **SIZES,
     )  # fmt: skip
-    assert seen == list(range(1, 11))
-    assert [at for at, _ in result.evaluations] == [4, 8, 10]
+    assert seen == list(range(1, 6))
+    assert [at for at, _ in result.evaluations] == [2, 4, 5]
     assert result.evaluations[-1][1] == float(model.mix.weight.detach().sum())
 
 
@@ -126,9 +126,9 @@ def test_optimizers_of_ones_own_follow_the_schedule():
         observe=lambda phase, **info: rates.append(info["lr"]) if phase == "inner" and info["worker"] == 0 else None,
         **SIZES,
     )  # fmt: skip
-    assert len(rates) == 40
+    assert len(rates) == 20
     assert rates[0] == pytest.approx(0.05)
-    assert rates[4] == pytest.approx(0.5)
+    assert rates[2] == pytest.approx(0.5)
     assert rates[-1] == pytest.approx(0.05)
     assert result.losses[-1] < result.losses[0]
 
