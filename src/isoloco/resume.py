@@ -85,9 +85,9 @@ def resume(run: str | Path, config: RunConfig, *, previous: bool = False) -> Res
     """Open a run to go on with under ``config`` (resolved), which may differ in what does not affect the result.
 
     Raises:
-        ValueError: no run or checkpoint there; a config that would change the result; a budget that is used up.
+        ValueError: no run or checkpoint there; a file of it is missing or damaged; a config of another result.
     """
-    from .checkpoint import read_manifest
+    from .checkpoint import read_manifest, verify
 
     run_dir = RunDir.open(run)
     checkpoint = newest(run_dir.path, previous=previous)
@@ -101,6 +101,7 @@ def resume(run: str | Path, config: RunConfig, *, previous: bool = False) -> Res
         told = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in refused)
         raise ValueError(f"{run}: a resumed run keeps what affects its result; {told}: drop these, or start a new run")
     manifest = read_manifest(checkpoint)
+    verify(checkpoint, manifest)
     state = manifest["state"]
     relaid = bool(changed & set(BUDGET))
     if relaid and (state["hosted_index"] or state["turn"]["steps"]):
