@@ -1,19 +1,15 @@
 """The committed rows of studies are whole: every trial, every seed, and no optimum at an edge that is not marked."""
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
+from isoloco.report import read_rows as rows_of
+from isoloco.report import table
 from isoloco.study import Study, inside, load
 
 RESULTS = sorted((Path(__file__).parent.parent / "docs" / "results").glob("*.csv"))
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def problems(study: Study, rows: list[dict[str, str]]) -> list[str]:
@@ -22,7 +18,7 @@ def problems(study: Study, rows: list[dict[str, str]]) -> list[str]:
     for cell in study.cells:
         own = [row for row in rows if row["cell"] == cell.name]
         trials = {row["run"]: row for row in own if row["kind"] == "trial"}
-        if cell.tune and len(trials) != study.trials:
+        if len(trials) != (study.trials if cell.tune else 0):
             found.append(f"{cell.name}: {len(trials)} trials of {study.trials}")
         losses = {}
         for row in trials.values():
@@ -73,3 +69,9 @@ def test_a_missing_row_is_noticed(path):
 def test_an_unmarked_edge_is_noticed():
     study, rows = load("quickstart"), rows_of(RESULTS[[p.stem for p in RESULTS].index("quickstart")])
     assert problems(study, [{**row, "optimum": "given"} for row in rows])
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_page_shows_the_table_that_the_rows_make(path):
+    page = (path.parent.parent / "results.md").read_text("utf-8")
+    assert table(load(path.stem), rows_of(path)) in page
