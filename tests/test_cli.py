@@ -239,13 +239,19 @@ def test_from_a_text_to_a_held_out_loss(folder, tmp_path):
 # -- Ctrl-C
 
 
+def heed_interrupts() -> None:
+    """A shell that runs the tests in the background has them ignore SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Started:
     """A command in a process of its own, whose standard error is read line by line."""
 
     def __init__(self, *argv: str, cwd: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "isoloco", *argv], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            [sys.executable, "-m", "isoloco", *argv], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=heed_interrupts,
+        )  # fmt: skip
 
     def wait_for(self, ready) -> None:
         end = time.monotonic() + 240
