@@ -249,9 +249,13 @@ class Started:
 
     def __init__(self, *argv: str, cwd: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "isoloco", *argv], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-m", "isoloco", *argv],
+            cwd=cwd,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             preexec_fn=heed_interrupts,
-        )  # fmt: skip
+        )
 
     def wait_for(self, ready) -> None:
         end = time.monotonic() + 240
