@@ -79,6 +79,7 @@ LIGHT = [
     ("train quickstart --data.path data --data.source x", "data.path and data.source exclude each other"),
     ("train quickstart --data.path data --data.max_tokens 5", "data.max_tokens is for a data.source"),
     ("train quickstart --data.per_worker data,data", "data.per_worker names 2 directories for 8 workers: one each"),
+    ("train quickstart --compute.processes_per_worker 2", "compute.processes_per_worker: takes 1"),
     ("train quickstart --inner.muon.momentum 0.5", "inner.muon.* is for inner.optimizer muon, not adamw"),
     # methods
     ("train quickstart --method isoloc", "unknown method 'isoloc'; nearest: isoloco"),
@@ -106,6 +107,13 @@ LIGHT = [
     ("train tiny.yaml --data.path empty", "empty holds no data: neither manifest.json"),
     ("train tiny.yaml --data.path garbage", "shard garbage/train_000000.npy is corrupt or truncated"),
     ("train tiny.yaml --data.path cut", "shard cut/train_000000.npy is corrupt or truncated"),
+    (
+        "train tiny.yaml --data.path longer",
+        "shard longer/train_000000.npy is corrupt: it is longer than its header says",
+    ),
+    ("train tiny.yaml --data.path no_bytes", "shard no_bytes/train_000000.npy is corrupt or truncated (it is empty)"),
+    ("train tiny.yaml --data.path no_tokens", "no_tokens holds no data: its train shards are empty"),
+    ("train tiny.yaml --data.path newer", "newer/manifest.json has format 'isoloco-shards-9', this version reads"),
     ("train tiny.yaml --data.path floats", "shard floats/train_000000.npy holds float32"),
     ("train tiny.yaml --data.path gap", "gap misses train_000001.npy"),
     ("train tiny.yaml --data.path prepared_cut", "shard prepared_cut/train_000000.npy is corrupt or truncated"),
@@ -211,6 +219,9 @@ HEAVY = [
         "got 16, model.config positions.json takes at most 8",
     ),
     ("train tiny.yaml --model.config buffers.json", "forward pass changes buffers (model.rotary_emb.inv_freq)"),
+    ("train tiny.yaml --model.config seq2seq.json", "seq2seq.json: t5 is no causal language model"),
+    ("train tiny.yaml --model.config quantized.json", "quantized.json: quantized weights cannot be trained"),
+    ("train tiny.yaml --model.init_from torn", "model directory torn: its weights cannot be read"),
     ("train tiny.yaml --model.init_from nowhere", "model directory nowhere: no model.safetensors there"),
     ("train tiny.yaml --model.init_from empty", "model directory empty: no model.safetensors there"),
     # the machine
@@ -245,6 +256,8 @@ HEAVY = [
     ("evaluate nowhere", "nowhere: no model there; give the directory of a run that has ended, or of a model"),
     ("evaluate run", "run: no run there that says which data; name a directory of shards (--data)"),
     ("evaluate empty --data data", "model directory empty: no model.safetensors there"),
+    ("evaluate torn --data data", "model directory torn: its weights cannot be read"),
+    ("evaluate torn --data data --split test", "data has no test split, only train, valid"),
     ("evaluate empty --data nowhere", "no directory nowhere"),
     ("methods foo", "unknown method, reduce or transform 'foo'"),
 ]
@@ -315,6 +328,10 @@ def place(tmp_path_factory, shards) -> Path:
     (root / "empty").mkdir()
     file("garbage/train_000000.npy", "hello world")
     file("cut/train_000000.npy", (root / "data/train_000000.npy").read_bytes()[:5000])
+    file("longer/train_000000.npy", (root / "data/train_000000.npy").read_bytes() + b"xx")
+    file("no_bytes/train_000000.npy", "")
+    array("no_tokens/train_000000.npy", 0)
+    file("newer/manifest.json", '{"format": "isoloco-shards-9"}')
     array("floats/train_000000.npy", 100, "float32")
     array("gap/train_000000.npy", 100)
     array("gap/train_000002.npy", 100)
@@ -342,6 +359,10 @@ def place(tmp_path_factory, shards) -> Path:
         "intermediate_size": 48, "vocab_size": 64,
     }))  # fmt: skip
     file("untyped.json", "{}")
+    file("seq2seq.json", '{"model_type": "t5"}')
+    network("quantized.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    network("torn/config.json")
+    file("torn/model.safetensors", "hello world")
     file("text.txt", "One document and no other.\n" * 30)
     file("latin.txt", "ä".encode("latin-1") * 100)
     file("lines.jsonl", '{"text": "a"}\n')

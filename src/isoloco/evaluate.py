@@ -184,6 +184,8 @@ def evaluate_directory(
     else:
         raise ValueError(f"{directory}: no run there that says which data; name a directory of shards (--data)")
     data = open_run_data(config) if data_path is None else [open_data(data_path)]
+    for part in data:
+        part.split(split or config.eval.split)  # is there one, before the weights are read
     vocab_size = vocabulary(data)
     config = replace(
         config,

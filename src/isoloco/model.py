@@ -127,12 +127,17 @@ def _config_values(config: RunConfig) -> tuple[dict[str, Any], str]:
 
 def _load(directory: str, hf_config: PretrainedConfig) -> PreTrainedModel:
     """The model with all its weights from safetensors files."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, config=hf_config, dtype=torch.float32, use_safetensors=True, local_files_only=True,
-        trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True,
-    )  # fmt: skip
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=hf_config, dtype=torch.float32, use_safetensors=True, local_files_only=True,
+            trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    except (SafetensorError, OSError) as error:
+        told = str(error).strip().splitlines()[0]
+        raise ValueError(f"model directory {directory}: its weights cannot be read ({told})") from None
     model, report = loaded
     if absent := sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}):
         raise ValueError(
