@@ -19,7 +19,11 @@ from isoloco.config import RunConfig, from_flat
 from isoloco.metrics import comparable, read_metrics
 from tiny_models import config_file
 
-METHODS = ["isoloco", "dp", "ties", "dare", "iso_cts", "isoloco_muon"]
+METHODS = [
+    "isoloco",
+    *(pytest.param(m, marks=pytest.mark.slow) for m in ("dp", "ties", "dare", "iso_cts", "isoloco_muon")),
+]
+HARMS = ["flip", *(pytest.param(harm, marks=pytest.mark.slow) for harm in ("cut", "remove"))]
 
 
 @pytest.fixture
@@ -151,7 +155,7 @@ def test_resume_auto_goes_on_or_starts(make):
     assert second.run_dir == first.run_dir
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("file", ["workers/1.safetensors", "outer.safetensors", "anchor/model.safetensors"])
 def test_damage_is_told_by_file_and_the_checkpoint_before_serves(harm, file, make, capsys):
     run = train(make("run", budget__steps=8)).run_dir

@@ -235,12 +235,12 @@ def sample(
     tokenizer_dir: str | Path,
     *,
     tokens: int = 40,
-    prompt: str | None = None,
+    prompt: str | Sequence[int] | None = None,
     seed: int = 0,
     temperature: float = 0.8,
     top_k: int = 50,
 ) -> str:
-    """A text the model writes: ``tokens`` tokens after the prompt (the end-of-document token where there is none).
+    """A text the model writes: ``tokens`` tokens after the prompt (text or ids; the end-of-document token without one).
 
     Temperature and top-k sampling from a generator of its own; ``temperature=0`` takes the most probable token. The
     model's mode stays as it was, and so do all other random generators. ValueError: no prompt and no such token.
@@ -248,7 +248,7 @@ def sample(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir), local_files_only=True, trust_remote_code=False)
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else list(prompt or ())
     if not ids and tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {tokenizer_dir} has no end-of-document token to start from; give a prompt")
     ids = ids or [tokenizer.eos_token_id]

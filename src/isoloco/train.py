@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,7 +154,12 @@ def train(
     for data in prepared.data:
         data.verify()
     torch.set_num_threads(prepared.config.compute.threads or torch.get_num_threads())
-    return _Run(prepared, resumed, sources, quiet=quiet, stop=stop, observe=observe, command=command).loop()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or prepared.config.compute.deterministic)
+    try:
+        return _Run(prepared, resumed, sources, quiet=quiet, stop=stop, observe=observe, command=command).loop()
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 class _Run:
@@ -323,7 +329,10 @@ class _Run:
         directory = models.export(
             self.model, state.anchor, run_dir.path / "model", tokenizer_dir=tokenizer_dir, card=card
         )
-        text = sample(self.model, tokenizer_dir, tokens=40, seed=config.seed) if tokenizer_dir else None
+        opening = self.data[0].split(config.eval.split).read(np.zeros(1, dtype=np.int64), min(12, config.model.seq_len))
+        text = None  # of shards without a tokenizer there is nothing to read
+        if tokenizer_dir:
+            text = sample(self.model, tokenizer_dir, tokens=40, prompt=opening[0].tolist(), seed=config.seed)
         run_dir.update(state="finished" if state.step == self.plan.steps else "stopped")
         shown, other = relative(run_dir.path), "diloco" if config.method != "diloco" else "isoloco"
         unseen = " --split test" if self.data[0].tokens("test") >= config.model.seq_len else ""
