@@ -66,7 +66,7 @@ def option_help(width: int | None = None) -> str:
     for section in sections():
         lines += ["", *textwrap.wrap(f"{section.group or 'run'}: {section.title}", max(width, 64))]
         for option, doc in section.options:
-            head = f"  --{option.key} {_placeholder(option.type)}"
+            head = f"  --{option.key} {_metavar(option.type)}"
             told = doc if option.default in (None, {}) else f"{doc} [{_spelled(option.default)}]"
             body = textwrap.wrap(told, max(width - column, 30), break_on_hyphens=False)
             if len(head) > column - 2:
@@ -76,7 +76,7 @@ def option_help(width: int | None = None) -> str:
     return "\n".join(lines).lstrip("\n")
 
 
-def _placeholder(kind: Any) -> str:
+def _metavar(kind: Any) -> str:
     """What stands for a value in the help."""
     [kind] = (each for each in alternatives(kind) if each is not types.NoneType)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
