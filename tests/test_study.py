@@ -128,16 +128,6 @@ def study(tmp_path, monkeypatch):
     return make
 
 
-class Finished:
-    """A process that has ended."""
-
-    def __init__(self, code: int) -> None:
-        self.returncode = code
-
-    def poll(self) -> int:
-        return self.returncode
-
-
 @pytest.fixture
 def pretend(monkeypatch):
     """Runs end at once with what a function of their options says: a loss, None for a failure, or a state."""
@@ -145,24 +135,41 @@ def pretend(monkeypatch):
     def pretend(outcome: Callable[[dict[str, Any]], float | str | None]) -> list[Run]:
         started: list[Run] = []
 
-        def start(board: Board, run: Run, threads: int) -> Finished:
-            if board.directory(run).exists():
-                studies._set_aside(board, run, "interrupted")
-            started.append(run)
-            directory = board.directory(run)
-            directory.mkdir(parents=True)
-            (board.root / "logs").mkdir(exist_ok=True)
-            (board.root / "logs" / f"{run.key}.log").write_text("one line\nisoloco: it broke\n")
-            found = outcome(run.options)
-            state = found if isinstance(found, str) else "failed" if found is None else "finished"
-            summary = {"valid_loss_last": found, "valid_loss_best": found, "tokens": 64} if state == "finished" else {}
-            (directory / "run.json").write_text(json.dumps({"state": state, "summary": summary, "identity": "x"}))
-            return Finished(0 if state == "finished" else 2)
+        class Ended:
+            """Stands for a process: what it would have written is there at once."""
 
-        monkeypatch.setattr(studies, "_start", start)
+            def __init__(self, argv: list[str], *, stdout: Any, **options: Any) -> None:
+                run = started[-1]
+                given = dict(word.removeprefix("--").split("=", 1) for word in argv if word.startswith("--"))
+                assert given.keys() == run.options.keys() | {"out_dir", "compute.threads"}
+                stdout.write(b"one line\nisoloco: it broke\n")
+                found = outcome(run.options)
+                state = found if isinstance(found, str) else "failed" if found is None else "finished"
+                summary = (
+                    {"valid_loss_last": found, "valid_loss_best": found, "tokens": 64} if state == "finished" else {}
+                )
+                directory = Path(given["out_dir"])
+                directory.mkdir(parents=True)
+                (directory / "run.json").write_text(
+                    json.dumps({"state": state, "summary": summary, "identity": "x"}).replace("NaN", "null")
+                )
+                self.returncode = 0 if state == "finished" else 2
+
+            def poll(self) -> int:
+                return self.returncode
+
+        start = real_start
+
+        def starting(board: Board, run: Run, threads: int) -> Any:
+            started.append(run)
+            return start(board, run, threads)
+
+        monkeypatch.setattr(studies, "_start", starting)
+        monkeypatch.setattr(studies.subprocess, "Popen", Ended)
         monkeypatch.setattr(studies.time, "sleep", lambda seconds: None)
         return started
 
+    real_start = studies._start
     return pretend
 
 
@@ -251,13 +258,15 @@ def test_a_run_that_fails_is_tried_twice_and_told(study, pretend):
 def test_a_trial_that_diverges_is_no_failure(study, pretend):
     board = study(TUNED)
     pretend(lambda o: math.nan if o.get("outer.lr", 1.0) > 2 else loss_of(o))
-    (board.root).mkdir(parents=True)
-    board_loss = board.loss
     assert run_study(board, say=lambda text: None)
-    tuned = board.study.cells[1]
-    assert board.trials(tuned)[2, 0] != board.trials(tuned)[2, 0] or board.trials(tuned)[2, 0] == math.inf
-    assert best_point(board.trials(tuned)) == (1, 0)
-    assert board_loss(board.trial(tuned, (1, 0))) == pytest.approx(0.01)
+    trials = board.trials(board.study.cells[1])
+    assert trials[2, 0] == math.inf
+    assert best_point(trials) == (1, 0)
+    assert trials[1, 0] == pytest.approx(0.01)
+
+
+def interrupted(options: dict[str, Any]) -> float:
+    raise KeyboardInterrupt
 
 
 def test_interruptions_are_not_failures(study, pretend):
@@ -265,11 +274,13 @@ def test_interruptions_are_not_failures(study, pretend):
     board = study("seeds: [1]\ncells: {a: {method: diloco}}")
     [run] = board.wanted(board.study.cells[0])
     left = ["running", "stopped", "running"]
-    for state in left:
-        board.directory(run).mkdir(parents=True, exist_ok=True)
+    for state in left:  # by processes that died with their study
+        board.directory(run).mkdir(parents=True)
         (board.directory(run) / "run.json").write_text(json.dumps({"state": state, "summary": {}}))
         assert board.loss(run) is None
-        studies._set_aside(board, run, "interrupted")
+        pretend(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_study(board, say=lambda text: None)
     outcomes = iter(["stopped", "stopped", "stopped", 1.5])
     started = pretend(lambda options: next(outcomes))
     assert run_study(board, say=lambda text: None)
