@@ -153,32 +153,34 @@ def gram(x_BMN: Tensor, tolerance: float) -> Tensor:
     """U V^T = (X X^T)^-1/2 X by the eigenvectors of the float64 Gram matrix; [B, M, N] -> [B, M, N], M <= N.
 
     Squaring halves the digits, float64 has twice those of float32: directions down to 4 eps32 sigma_1 are resolved.
-    Float64 copies are made a block of columns at a time.
+    Float64 copies of a wide matrix are made a block of columns at a time.
     """
-    peak_B11 = _peak(x_BMN).double()
-    lambda_BM, q_BMM = torch.linalg.eigh(_lower_gram(x_BMN, peak_B11).mT, UPLO="U")  # LAPACK is quicker with "U"
+    if x_BMN.dtype == torch.float64:  # squares of float32 numbers fit into float64, squares of these need not
+        x_BMN = x_BMN / _peak(x_BMN)
+    wide = x_BMN.shape[-1] >= GRAM_FORM_ASPECT * x_BMN.shape[-2]
+    work_BMN = x_BMN if wide else x_BMN.double()
+    lambda_BM, q_BMM = torch.linalg.eigh(_lower_gram(work_BMN).mT, UPLO="U")  # LAPACK is quicker with "U"
     top_B1 = lambda_BM[:, -1:]
     keep_BM = (lambda_BM >= max(tolerance**2, EPS64) * top_B1) & (top_B1 > 0)
     weight_BM = torch.where(keep_BM, lambda_BM, torch.inf).rsqrt()
-    rows_BMM = (q_BMM * weight_BM.unsqueeze(-2)).mT / peak_B11  # times X: V^T, in the order of the eigenvectors
-    wide = x_BMN.shape[-1] >= GRAM_FORM_ASPECT * x_BMN.shape[-2]
-    # Wide: one product with the root. Else two are cheaper, and the second, of orthonormal factors, loses no digits.
-    root_BMM = q_BMM @ rows_BMM if wide else rows_BMM
-    q_BMM = q_BMM.to(x_BMN.dtype)
+    if not wide:
+        # Two products are cheaper than forming the root, and the second, of orthonormal factors, loses no digits.
+        vh_BMN = _apply(q_BMM.mT, work_BMN, like=x_BMN).mul_(weight_BM.unsqueeze(-1)).to(x_BMN.dtype)
+        return _apply(q_BMM.to(x_BMN.dtype), vh_BMN, like=x_BMN)
+    root_BMM = (q_BMM * weight_BM.unsqueeze(-2)) @ q_BMM.mT
     uv_BMN = torch.empty_like(x_BMN)
     for x_BMC, uv_BMC in zip(x_BMN.split(BLOCK, dim=-1), uv_BMN.split(BLOCK, dim=-1), strict=True):
-        block_BMC = _apply(root_BMM, x_BMC.double(), like=x_BMN).to(x_BMN.dtype)
-        uv_BMC.copy_(block_BMC if wide else _apply(q_BMM, block_BMC, like=x_BMN))
+        uv_BMC.copy_(_apply(root_BMM, x_BMC.double(), like=x_BMN))
     return uv_BMN
 
 
-def _lower_gram(x_BMN: Tensor, peak_B11: Tensor) -> Tensor:
-    """X X^T / peak^2 in float64, [B, M, M]; above the diagonal blocks, where nobody looks, zeros."""
+def _lower_gram(x_BMN: Tensor) -> Tensor:
+    """X X^T in float64, [B, M, M]; above the diagonal blocks, where nobody looks, zeros."""
     rows = x_BMN.shape[-2]
-    strip = max(64, -(-rows // 4))  # four strips of rows spare 3/8 of the products
+    strip = max(64, -(-rows // 8))  # eight strips of rows spare 7/16 of the products
     gram_BMM = x_BMN.new_zeros((len(x_BMN), rows, rows), dtype=torch.float64)
     for x_BMC in x_BMN.split(BLOCK, dim=-1):
-        x64_BMC = x_BMC / peak_B11
+        x64_BMC = x_BMC.double()
         for i in range(0, rows, strip):
             gram_BMM[:, i : i + strip, : i + strip].baddbmm_(x64_BMC[:, i : i + strip], x64_BMC[:, : i + strip].mT)
     return gram_BMM
