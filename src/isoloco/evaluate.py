@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
-from .config import DataConfig, EvalConfig, ModelConfig, RunConfig, from_flat, options
+from .config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from .loss import autocast as precision_context
 from .loss import language_loss
 from .model import build
@@ -171,6 +171,7 @@ def evaluate_directory(
     from .data.feed import open_run_data, vocabulary
     from .data.shards import open_data
     from .plan import resolve_hardware
+    from .resume import read_config
 
     directory = Path(directory)
     run = next((path for path in (directory, directory.parent) if (path / "config.yaml").is_file()), None)
@@ -178,7 +179,7 @@ def evaluate_directory(
     if not model_dir.is_dir():
         raise ValueError(f"{directory}: no model there; give the directory of a run that has ended, or of a model")
     if run is not None:
-        config = _run_config(run / "config.yaml")
+        config = read_config(run / "config.yaml")
     elif data_path is not None:
         config = RunConfig(model=ModelConfig(init_from=str(model_dir), seq_len=seq_len or _positions(model_dir)))
     else:
@@ -197,21 +198,6 @@ def evaluate_directory(
     config = resolve_hardware(config, vocab_size=vocab_size)
     model = build(config, vocab_size=vocab_size, device=config.compute.device)
     return evaluate_data(model, data, config, split=split, progress=progress)
-
-
-def _run_config(path: Path) -> RunConfig:
-    """The config that a run wrote."""
-    import yaml
-
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    values: dict[str, Any] = {}
-    for key in options():
-        node: Any = tree
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        if node is not None:
-            values[key] = node
-    return from_flat(values)
 
 
 def _positions(model_dir: Path) -> int:

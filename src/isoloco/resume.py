@@ -41,14 +41,18 @@ class Resumed:
 
 def config_of(run: str | Path) -> RunConfig:
     """The resolved config of a run. ValueError where there is no run, or its config is damaged."""
+    return read_config(RunDir.open(run).path / "config.yaml")
+
+
+def read_config(path: Path) -> RunConfig:
+    """The config.yaml of a run, whole as it was resolved. ValueError where it is damaged."""
     import yaml
 
-    path = RunDir.open(run).path / "config.yaml"
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
         values = {key: _dig(tree, key) for key in options()}
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}): the run cannot be gone on with") from None
+        raise ValueError(f"{path} is damaged ({type(error).__name__}): it is not the config that a run wrote") from None
     return from_flat(values)
 
 
