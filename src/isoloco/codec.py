@@ -27,7 +27,7 @@ def encode(delta_S: Tensor, wire: str) -> tuple[Tensor, ...]:
     if wire == "bfloat16":
         return (delta_S.to(torch.bfloat16),)
     blocks = torch.nn.functional.pad(delta_S.reshape(-1), (0, -delta_S.numel() % BLOCK)).view(-1, BLOCK)
-    scale = blocks.abs().amax(1, keepdim=True) / 127
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).to(torch.float32)
     code = torch.where(scale > 0, blocks / scale, 0.0).round_().clamp_(-127, 127).to(torch.int8)
     return code.view(-1)[: delta_S.numel()], scale.view(-1)
 
@@ -43,6 +43,40 @@ def decode(sent: tuple[Tensor, ...], shape: tuple[int, ...], wire: str) -> Tenso
     code, scale = sent
     blocks = torch.nn.functional.pad(code.to(torch.float32), (0, -code.numel() % BLOCK)).view(-1, BLOCK)
     return (blocks * scale[:, None]).view(-1)[: code.numel()].view(shape)
+
+
+def pack(delta_S: Tensor, wire: str) -> Tensor:
+    """What is sent for a delta, as flat bytes (uint8): the values, after the scales where the code has them.
+
+    Filled up to a multiple of 8, so that tensors can follow each other and still be read in place.
+    """
+    import torch
+
+    parts = [part.reshape(-1).contiguous().view(torch.uint8) for part in reversed(encode(delta_S, wire))]
+    sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return sent if sent.numel() % 8 == 0 else torch.nn.functional.pad(sent, (0, -sent.numel() % 8))
+
+
+def unpack(sent: Tensor, like: Tensor, wire: str) -> Tensor:
+    """The delta in bytes from `pack`; ``like`` has its shape and dtype."""
+    import torch
+
+    count, width = like.numel(), {"float32": like.element_size(), "bfloat16": 2, "int8": 1}[wire]
+    scales = 4 * -(-count // BLOCK) if wire == "int8" else 0
+    values = sent[scales : scales + count * width]
+    if wire == "int8":
+        return decode((values.view(torch.int8), sent[:scales].view(torch.float32)), tuple(like.shape), wire).to(like)
+    return decode((values.view(torch.bfloat16 if wire == "bfloat16" else like.dtype),), tuple(like.shape), wire).to(
+        like
+    )
+
+
+def packed_bytes(like: Tensor, wire: str) -> int:
+    """Length of what `pack` gives for a delta of this shape and dtype."""
+    count = like.numel()
+    scales = 4 * -(-count // BLOCK) if wire == "int8" else 0
+    size = scales + count * {"float32": like.element_size(), "bfloat16": 2, "int8": 1}[wire]
+    return size + -size % 8
 
 
 def round_trip(delta_S: Tensor, error_S: Tensor | None, wire: str) -> tuple[Tensor, Tensor | None]:

@@ -120,25 +120,28 @@ class Worker:
 
     def run(self, num_steps: int, *, first_step: int, turn: Turn, stop: Callable[[], bool]) -> bool:
         """Take ``num_steps`` inner steps from global step ``first_step``; False if ``stop()`` cut them short."""
-        for step in range(first_step, first_step + num_steps):
-            if stop():
-                return False
-            self._inner_step(step, turn)
-        return True
+        return all(self._inner_step(step, turn, stop) for step in range(first_step, first_step + num_steps))
 
-    def _inner_step(self, step: int, turn: Turn) -> None:
-        batches = [(w, i, batch) for w in self.slices for i, batch in enumerate(micro_batches(self.batch_fn(w, step)))]
+    def _inner_step(self, step: int, turn: Turn, stop: Callable[[], bool]) -> bool:
+        batches = self.comm.share(
+            [(w, i, batch) for w in self.slices for i, batch in enumerate(micro_batches(self.batch_fn(w, step)))]
+        )
         weights = [self.weight_fn(batch) if self.weight_fn else 1.0 for _, _, batch in batches]
-        total = sum(weights)
-        step_loss: Tensor | None = None
+        total, stopped = self.comm.meet(sum(weights), bool(stop()))
+        if stopped:
+            return False
+        losses: list[Tensor] = []
+        apart: list[list[Tensor]] = []  # gradients and loss of every micro-batch, where they are summed in one order
         for (worker, index, batch), weight in zip(batches, weights, strict=True):
             # every micro-batch has its own seed: dropout is the same whoever computes it, and after a resume
             torch.manual_seed(stable_hash(self.seed, worker, step, index))
             loss = self.loss_fn(self.model, batch) * (weight / total)
             loss.backward()
-            step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
-        assert step_loss is not None
-        self.comm.inner_mean([p.grad for p in self.parameters.values() if p.grad is not None])
+            losses.append(loss.detach())
+            if self.comm.folds:
+                apart.append([*self._gradients(), losses.pop()])
+                self.inner.zero_grad()
+        step_loss = self._over_the_island(losses, apart)
         norm, loss = float(self.inner.clip(self.clip)), float(step_loss)
         self.inner.scale_lr(self.schedule(step))
         if math.isfinite(norm):
@@ -150,6 +153,26 @@ class Worker:
         self.inner.zero_grad()
         turn.steps += 1
         self.observe("inner", worker=self.id, step=step, loss=loss, grad_norm=norm, lr=self.inner.lr)
+        return True
+
+    def _over_the_island(self, losses: list[Tensor], apart: list[list[Tensor]]) -> Tensor:
+        """Sum gradients over the island's micro-batches, and return the sum of their losses."""
+        if apart:
+            *gradients, step_loss = self.comm.inner_fold(apart)
+            for p, gradient in zip(self.parameters.values(), gradients, strict=True):
+                p.grad = gradient
+            return step_loss
+        step_loss = sum(losses[1:], losses[0]).clone()
+        if self.comm.members > 1:
+            self.comm.inner_sum([*self._gradients(), step_loss])
+        return step_loss
+
+    def _gradients(self) -> list[Tensor]:
+        """Of every parameter, so that all members of an island have the same list."""
+        for p in self.parameters.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def _report_nonfinite(self, step: int) -> None:
         bad = [n for n, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
