@@ -48,18 +48,18 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: dict[str, Future[None]] = {}
         self._last: Future[None] | None = None
+        self._stalled_s = 0.0
 
-    def save(self, state: RoundState, *, write_anchor: WriteAnchor, facts: dict[str, Any]) -> float:
-        """Begin to write ``state``; the seconds that the training stood still.
+    def save(self, state: RoundState, *, write_anchor: WriteAnchor, facts: dict[str, Any]) -> None:
+        """Begin to write ``state``.
 
         ``write_anchor(directory)`` writes the anchor, a Hugging Face directory; ``facts`` go into the manifest as they
         are.
         """
-        started = time.perf_counter()
         self.wait()
         name, versions = checkpoint_name(state), file_versions(state)
         if (self.folder / name / MANIFEST).is_file():  # a stop right after a save: nothing has changed
-            return time.perf_counter() - started
+            return
         before = next(reversed(whole(self.folder)), None)
         directory = self.folder / f".{name}.partial"
         plain = plain_state(state)
@@ -78,10 +78,9 @@ class Checkpoints:
         for file, write in jobs:
             self._pending[file] = self._writer.submit(writing.add, file, write, first)
         self._last = self._writer.submit(self._finish, writing, list(self._pending.values()))
-        return time.perf_counter() - started
 
-    def wait(self, *files: str) -> float:
-        """Wait until these files (all, where none is named) are on disk and may change again; the seconds waited."""
+    def wait(self, *files: str) -> None:
+        """Wait until these files (all, where none is named) are on disk and may change again."""
         started = time.perf_counter()
         if not files:
             if self._last is not None:
@@ -90,7 +89,12 @@ class Checkpoints:
         for file in files:
             if file in self._pending:
                 self._pending.pop(file).exception()  # `_finish` tells of it
-        return time.perf_counter() - started
+        self._stalled_s += time.perf_counter() - started
+
+    def stalled_s(self) -> float:
+        """Seconds that the training has stood still for checkpoints since this was last asked."""
+        stalled, self._stalled_s = self._stalled_s, 0.0
+        return stalled
 
     def observe(self, phase: str, **info: Any) -> None:
         """Hear the training's phases and hold it where it is about to change what is still being written."""
@@ -112,7 +116,7 @@ class Checkpoints:
                 part.result()
             writing.end()
             for old in whole(self.folder)[: -self.keep_last]:
-                shutil.rmtree(old)
+                remove(old)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(writing.directory, ignore_errors=True)
             kept = whole(self.folder)
@@ -176,6 +180,13 @@ def whole(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name.startswith("r") and (path / MANIFEST).is_file())
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; should the process die at it, what is left of it counts as none."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
+    os.rename(checkpoint, hidden)
+    shutil.rmtree(hidden)
 
 
 def checkpoint_name(state: RoundState) -> str:

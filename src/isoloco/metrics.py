@@ -24,6 +24,7 @@ is before any training); ``tokens`` are those read by all workers together, up t
               sent_bytes          in this round
               received_bytes      in this round
               inner_s, reduce_s, outer_s, eval_s    seconds
+              save_s              seconds that the training stood still for a checkpoint since the last round
               tokens_per_s        of the round
               resources_s         mfu (null where the device's peak is unknown), peak_memory_bytes
     eval      tokens
@@ -51,7 +52,7 @@ from .rundir import plain, write_whole
 ORDER = {
     "inner": "worker loss grad_norm lr tokens",
     "round": "tokens train_loss train_loss_spread delta_norm delta_cosine skipped_steps dropped "
-    "sent_bytes received_bytes inner_s reduce_s outer_s eval_s tokens_per_s resources_s",
+    "sent_bytes received_bytes inner_s reduce_s outer_s eval_s save_s tokens_per_s resources_s",
     "eval": "tokens split loss perplexity bits_per_byte eval_s",
     "spectra": "matrices",
 }

@@ -5,14 +5,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .config import RunConfig, flat, from_flat, options
 from .rundir import RunDir
-
-if TYPE_CHECKING:
-    from .round import RoundState
-    from .shelf import Shelf
 
 CHECKPOINTS = "checkpoints"
 BUDGET = ("budget.tokens", "budget.steps", "budget.tokens_per_parameter")
@@ -20,23 +16,17 @@ BUDGET = ("budget.tokens", "budget.steps", "budget.tokens_per_parameter")
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to go on with, and its checkpoint."""
+    """A run to go on with, and its checkpoint and that one's manifest: None and a bare one where it begins again."""
 
     run_dir: RunDir
-    checkpoint: Path
+    checkpoint: Path | None
     manifest: dict[str, Any]
-    relaid: bool  # the budget was changed, so the schedule is laid anew
+    relaid: bool = False  # the budget was changed, so the schedule is laid anew
 
-    def state(self, device: str, shelf: Shelf) -> RoundState:
-        """Where the run stood, but for its anchor (`anchor_dir` has that)."""
-        from .checkpoint import load
-
-        return load(self.checkpoint, device=device, shelf=shelf)
-
-    @property
-    def anchor_dir(self) -> Path:
-        """A Hugging Face directory of the anchor."""
-        return self.checkpoint / "anchor"
+    def is_done(self, steps: int) -> bool:
+        """Whether nothing is left to do of ``steps``. A run that died after its last checkpoint has yet to end."""
+        done = self.manifest["state"]["step"]
+        return done > steps or (done == steps and (self.relaid or self.run_dir.manifest["state"] == "finished"))
 
 
 def config_of(run: str | Path) -> RunConfig:
@@ -62,18 +52,21 @@ def _dig(tree: Any, key: str) -> Any:
     return tree
 
 
-def find(config: RunConfig, identity: str) -> Path | None:
-    """For ``--resume auto``: the newest run of the same identity that has not ended and has a checkpoint."""
+def resume_newest(config: RunConfig, identity: str) -> Resumed | None:
+    """For ``--resume auto``: the newest run of the same identity that has not ended.
+
+    One that has a checkpoint, if there is any; else the run begins again in the directory where it began.
+    """
     if config.out_dir is not None:
         places = [Path(config.out_dir)]
     else:
         places = sorted(Path("runs").glob(f"{config.name}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for place in places:
-        if (place / "run.json").is_file():
-            manifest = RunDir.open(place).manifest
-            if manifest.get("identity") == identity and manifest["state"] != "finished" and newest(place) is not None:
-                return place
-    return None
+    found = [RunDir.open(place) for place in places if (place / "run.json").is_file()]
+    found = [run for run in found if run.manifest.get("identity") == identity and run.manifest["state"] != "finished"]
+    for run in found:
+        if newest(run.path) is not None:
+            return resume(run.path, config)
+    return Resumed(found[0], None, {"state": {"step": 0}, "records": 0}) if found else None
 
 
 def newest(run: Path, *, previous: bool = False) -> Path | None:
@@ -96,8 +89,10 @@ def resume(run: str | Path, config: RunConfig, *, previous: bool = False) -> Res
     run_dir = RunDir.open(run)
     checkpoint = newest(run_dir.path, previous=previous)
     if checkpoint is None:
-        which = "no checkpoint before the last one" if previous else "no checkpoint yet"
-        raise ValueError(f"{run}: {which}; start the run again")
+        if previous:
+            raise ValueError(f"{run}: it has no checkpoint before the last one to go on from")
+        command = run_dir.manifest.get("command", "its own command")
+        raise ValueError(f"{run}: it has no checkpoint yet; to start it over in its place: {command} --resume auto")
     old, known = flat(config_of(run)), options()
     new = flat(config)
     changed = {key for key in new if new[key] != old[key] and known[key].affects != "nothing"}
@@ -114,7 +109,14 @@ def resume(run: str | Path, config: RunConfig, *, previous: bool = False) -> Res
 
 
 def forget_after(resumed: Resumed) -> None:
-    """Remove checkpoints that come after the one gone on from: they are of a future that will be another."""
-    for path in resumed.checkpoint.parent.iterdir():
-        if path.name > resumed.checkpoint.name or path.name.startswith("."):
-            shutil.rmtree(path)
+    """Remove checkpoints that come after the one gone on from, and what a process that died has left half done."""
+    from .checkpoint import remove, whole
+
+    resumed.run_dir.sweep()
+    folder = resumed.run_dir.path / CHECKPOINTS
+    if resumed.checkpoint is not None:
+        for path in whole(folder):
+            if path.name > resumed.checkpoint.name:
+                remove(path)
+    for leftover in folder.glob(".*"):
+        shutil.rmtree(leftover)

@@ -88,6 +88,12 @@ class RunDir:
         """Remove the directory of a run that could not begin."""
         shutil.rmtree(self.path)
 
+    def sweep(self) -> None:
+        """Remove what a process that died has left of files that it was about to replace (see `write_whole`)."""
+        for path in self.path.glob(".*.*.*"):
+            if path.is_file() and path.suffix[1:].isdecimal():
+                path.unlink()
+
     def heartbeat(self) -> None:
         """Say that the run is alive, every few seconds at most."""
         if time.time() - self.manifest["heartbeat_s"] >= HEARTBEAT_EVERY_S:

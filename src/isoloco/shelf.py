@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,6 +24,9 @@ class Shelf:
     def put(self, worker: int, state: WorkerState) -> None:
         """Put a worker's state away after its turn."""
 
+    def close(self) -> None:
+        """Leave nothing behind: no state is taken any more."""
+
 
 class HostShelf(Shelf):
     """Host memory, pinned, so that the way back to the device is a direct copy."""
@@ -39,12 +43,18 @@ class HostShelf(Shelf):
 
 
 class DiskShelf(Shelf):
-    """Files that are never changed, only replaced: a checkpoint takes them as they are, by a hard link."""
+    """Files that are never changed, only replaced: a checkpoint takes them as they are, by a hard link.
 
-    def __init__(self, folder: str | Path, device: str | torch.device) -> None:
+    ``workers``: those of this process. Files of theirs that lie there are of a process that died, and are removed.
+    """
+
+    def __init__(self, folder: str | Path, device: str | torch.device, *, workers: Iterable[int]) -> None:
         self.folder, self.device = Path(folder), torch.device(device)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._workers = set(workers)
+        self._remove()
         self._serial = itertools.count()
+        self._files: dict[int, Path] = {}
 
     def take(self, state: WorkerState) -> None:
         if state.file is not None:
@@ -54,16 +64,30 @@ class DiskShelf(Shelf):
     def put(self, worker: int, state: WorkerState) -> None:
         path = self.folder / f"{worker}-{state.version}-{next(self._serial)}.safetensors"
         save_file({name: t.detach().cpu().contiguous() for name, t in state.tensors().items()}, path)
-        if state.file is not None and state.file.parent == self.folder:
-            state.file.unlink(missing_ok=True)
+        self._replace(worker, path)
         state.optimizer, state.codec_error, state.file = {}, {}, path
 
     def adopt(self, worker: int, file: Path) -> WorkerState:
         """A state that waits in a file of a checkpoint: a link to it, since the checkpoint may be removed."""
         path = self.folder / f"{worker}-resumed-{next(self._serial)}.safetensors"
-        path.unlink(missing_ok=True)
         os.link(file, path)
+        self._replace(worker, path)
         return WorkerState(file=path)
+
+    def close(self) -> None:
+        self._remove()
+        with contextlib.suppress(OSError):  # other processes have theirs there
+            self.folder.rmdir()
+
+    def _replace(self, worker: int, path: Path) -> None:
+        if worker in self._files:  # also where the state was dropped and began afresh
+            self._files[worker].unlink(missing_ok=True)
+        self._files[worker] = path
+
+    def _remove(self) -> None:
+        for path in self.folder.glob("*-*.safetensors"):
+            if int(path.name.partition("-")[0]) in self._workers:
+                path.unlink()
 
 
 def _move(state: WorkerState, to: Callable[[Tensor], Tensor]) -> None:
@@ -71,10 +95,10 @@ def _move(state: WorkerState, to: Callable[[Tensor], Tensor]) -> None:
     state.codec_error = {name: to(t) for name, t in state.codec_error.items()}
 
 
-def make_shelf(where: str, *, folder: Path, device: str | torch.device) -> Shelf:
-    """The shelf that ``compute.worker_state`` names."""
+def make_shelf(where: str, *, folder: Path, device: str | torch.device, workers: Iterable[int]) -> Shelf:
+    """The shelf that ``compute.worker_state`` names, for the workers of this process."""
     if where == "disk":
-        return DiskShelf(folder, device)
+        return DiskShelf(folder, device, workers=workers)
     if where == "host" and torch.device(device).type == "cuda":
         return HostShelf(device)
     return Shelf()

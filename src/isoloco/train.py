@@ -15,6 +15,7 @@ from torch import Tensor
 from . import model as models
 from . import resume as resuming
 from .checkpoint import Checkpoints
+from .checkpoint import load as load_checkpoint
 from .config import ModelConfig, RunConfig, flat, identity, options, to_dict
 from .console import relative
 from .data.feed import checksum, is_ready, open_run_data, reader, vocabulary
@@ -129,7 +130,8 @@ def train(
     Args:
         sources: where values came from, for the header.
         resume: a run directory to go on with; ``config`` may differ from its own in what does not affect the result,
-            and in the budget. "auto": the newest run of the same identity that has not ended, or a new one.
+            and in the budget. "auto": the newest run of the same identity that has not ended (from its start where it
+            has no checkpoint yet), or a new one.
         resume_from_previous: from its last checkpoint but one.
         quiet: print nothing but warnings.
         stop: asked before every inner step; once it is true the state is saved and the run ends, with the model and
@@ -146,10 +148,10 @@ def train(
         check_place(config)
     prepared = prepare_run(config)
     sources = _origins(config, prepared.config, sources or {})
-    if resume == "auto":
-        resume = resuming.find(prepared.config, prepared.identity)
     resumed = None
-    if resume is not None:
+    if resume == "auto":
+        resumed = resuming.resume_newest(prepared.config, prepared.identity)
+    elif resume is not None:
         resumed = resuming.resume(resume, prepared.config, previous=resume_from_previous)
     for data in prepared.data:
         data.verify()
@@ -180,9 +182,10 @@ class _Run:
         self.stop_asked, self.stopped = stop, ""
         config, plan, data = self.config, self.plan, self.data
         vocab, device = vocabulary(data), config.compute.device
-        if resumed is not None and resumed.manifest["state"]["step"] >= plan.steps:
+        if resumed is not None and resumed.is_done(plan.steps):
             raise ValueError(f"{resumed.run_dir.path}: its budget of {plan.steps:,} steps is used up; raise the budget")
-        weights = config if resumed is None else replace(config, model=_stored_model(config, resumed.anchor_dir))
+        stored = resumed and resumed.checkpoint
+        weights = replace(config, model=_stored_model(config, stored / "anchor")) if stored else config
         self.model = models.build(weights, vocab_size=vocab, eos_id=data[0].eos_id, device=device)
         if config.compute.activation_checkpointing:
             models.checkpoint_activations(self.model)
@@ -196,10 +199,13 @@ class _Run:
         else:
             self.run_dir = resumed.run_dir
             resuming.forget_after(resumed)
-        shelf = make_shelf(config.compute.worker_state, folder=self.run_dir.path / "workers", device=device)
+        self.shelf = make_shelf(
+            config.compute.worker_state, folder=self.run_dir.path / "workers", device=device,
+            workers=range(config.workers),
+        )  # fmt: skip
         state = None
-        if resumed is not None:
-            state = resumed.state(device, shelf)
+        if resumed is not None and stored:
+            state = load_checkpoint(stored, device=device, shelf=self.shelf)
             state.anchor = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
         self.run_dir.write_config(to_dict(config), sources)
         self.tracker = Tracker(
@@ -217,14 +223,15 @@ class _Run:
         )  # fmt: skip
         self.training, self.state = build_round(
             self.model, loss, read, config=config, total_steps=plan.steps, weight_fn=_predicted_tokens,
-            observe=self._observe, stop=self._stop, state=state, shelf=shelf,
+            observe=self._observe, stop=self._stop, state=state, shelf=self.shelf,
         )  # fmt: skip
         self.recorder.state = self.state
         rows = header_rows(config, plan, data_path=data[0].path) + training_rows(self.training)
         if resumed is not None:
             anew = ", its schedule laid anew over the new budget" if resumed.relaid else ""
-            rows.append(("resumed", f"from {resumed.checkpoint.name}, step {self.state.step:,}{anew}"))
-            if (threads := resumed.manifest["threads"]) != config.compute.threads:
+            begun = f"from {stored.name}" if stored else "from the start, no checkpoint was there yet:"
+            rows.append(("resumed", f"{begun}, step {self.state.step:,}{anew}"))
+            if stored and (threads := resumed.manifest["threads"]) != config.compute.threads:
                 self.tracker.warn(
                     f"resumed with {config.compute.threads} threads after {threads}: sums may round apart"
                 )
@@ -240,6 +247,7 @@ class _Run:
                     metrics = self.training.run(state, steps=steps)
                     if metrics is None:
                         break
+                    metrics["save_s"] = self.checkpoints.stalled_s()
                     self.recorder.round(metrics, steps=steps)
                     last = state.step == self.plan.steps
                     if last or _due(state.round, config.eval.every_rounds):
@@ -247,9 +255,10 @@ class _Run:
                     if last or _due(state.round, config.checkpoint.every_rounds):
                         self._save()
                 if self.stopped:
-                    self._save()
+                    self._save(due=False)
             finally:
                 self.checkpoints.close()
+                self.shelf.close()
             return self._finish()
 
     def _stop(self) -> bool:
@@ -262,19 +271,20 @@ class _Run:
         self.checkpoints.observe(phase, **info)
         self.recorder.observe(phase, **info)
 
-    def _save(self) -> None:
-        """Begin a checkpoint; the time that the training stands still for it is on record."""
+    def _save(self, *, due: bool = True) -> None:
+        """Begin a checkpoint. Of one that is not due no record remains once the run goes on: it might not have been."""
         self._observe("checkpoint", round=self.state.round)
+        kept = self.tracker.records + due
+        self.tracker.event("checkpoint", round=self.state.round, step=self.state.step)
         self.tracker.sync()
         card = f"Anchor after {self.state.round} rounds of a run of isoloco.\n"
         anchor, tokenizer_dir = dict(self.state.anchor), self.data[0].tokenizer_dir
-        facts = {"records": self.tracker.records, "threads": self.config.compute.threads}
-        stall = self.checkpoints.save(
+        facts = {"records": kept, "threads": self.config.compute.threads}
+        self.checkpoints.save(
             self.state,
             write_anchor=lambda path: models.export(self.model, anchor, path, tokenizer_dir=tokenizer_dir, card=card),
             facts=facts,
         )
-        self.tracker.event("checkpoint", round=self.state.round, step=self.state.step, stall_s=stall)
 
     @property
     def _anchor_step(self) -> int:
@@ -333,7 +343,8 @@ class _Run:
         text = None  # of shards without a tokenizer there is nothing to read
         if tokenizer_dir:
             text = sample(self.model, tokenizer_dir, tokens=40, prompt=opening[0].tolist(), seed=config.seed)
-        run_dir.update(state="finished" if state.step == self.plan.steps else "stopped")
+        if state.step < self.plan.steps:
+            run_dir.update(state="stopped")  # finished is what it becomes with the summary, as the very last thing
         shown, other = relative(run_dir.path), "diloco" if config.method != "diloco" else "isoloco"
         unseen = " --split test" if self.data[0].tokens("test") >= config.model.seq_len else ""
         following = [f"isoloco evaluate {shown}{unseen}"]
