@@ -217,7 +217,6 @@ def plain_state(state: RoundState) -> dict[str, Any]:
         "turn": dataclasses.asdict(state.turn),
         "parts": [dataclasses.asdict(part) for part in state.parts],
         "dropped": list(state.dropped),
-        "total_weight": state.total_weight,
         "versions": {str(i): worker.version for i, worker in state.workers.items()},
     }
 
@@ -261,7 +260,6 @@ def load(checkpoint: Path, *, device: str | torch.device = "cpu", shelf: Shelf |
         turn=Turn(**plain["turn"]),
         parts=[Part(**part) for part in plain["parts"]],
         dropped=list(plain["dropped"]),
-        total_weight=plain["total_weight"],
     )
     if "round.safetensors" in manifest["files"]:
         _load_round(_load(checkpoint / "round.safetensors", device), state)

@@ -79,10 +79,19 @@ def packed_bytes(like: Tensor, wire: str) -> int:
     return size + -size % 8
 
 
+def code(delta_S: Tensor, error_S: Tensor | None, wire: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is sent of ``delta + error`` (bytes), what arrives of it, and the error that the worker keeps.
+
+    The error is for its next delta; None if the code loses nothing, and what is sent is then the delta's own memory.
+    """
+    if wire == "float32":
+        return pack(delta_S, wire), delta_S, None
+    wanted = delta_S if error_S is None else delta_S + error_S
+    sent = pack(wanted, wire)
+    arrived = unpack(sent, delta_S, wire)
+    return sent, arrived, wanted - arrived
+
+
 def round_trip(delta_S: Tensor, error_S: Tensor | None, wire: str) -> tuple[Tensor, Tensor | None]:
     """What arrives of ``delta + error``, and the error that the worker keeps for its next round (None if lossless)."""
-    if wire == "float32":
-        return delta_S, None
-    wanted = delta_S if error_S is None else delta_S + error_S
-    arrived = decode(encode(wanted, wire), tuple(wanted.shape), wire).to(delta_S.dtype)
-    return arrived, wanted - arrived
+    return code(delta_S, error_S, wire)[1:]

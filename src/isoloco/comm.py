@@ -35,7 +35,7 @@ class Signal(IntEnum):
 
 
 class Comm:
-    """One process. Bytes are those exchanged with other processes; ``link_bytes``: of those sent, what left the island."""
+    """One process. ``sent_bytes`` and ``received_bytes`` are to and from others; ``link_bytes`` left the island."""
 
     rank = 0
     processes = 1

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .codec import round_trip
 from .comm import Comm, Signal
-from .seeds import generator
+from .reduction import Reduction, Squares
 from .shelf import Shelf
 from .worker import Observe, Turn, Worker, WorkerState, silent
 
 if TYPE_CHECKING:
     from .outer import OuterOptimizer
-    from .rules import Reduce
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Part:
     weight: float
     mean_loss: float
     skipped: int
-    delta_norm: float
+    coded_square: float  # squared norm of its coded delta, as far as it was known when it was brought
 
 
 @dataclass
@@ -56,22 +54,19 @@ class RoundState:
     parts: list[Part] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     totals: dict[str, Tensor] = field(default_factory=dict)  # additive rules: sum of the coded deltas, [K, *S]
-    deltas: dict[str, list[Tensor]] = field(default_factory=dict)  # joint rules: every worker's delta
-    total_weight: float = 0.0
+    deltas: dict[str, list[Tensor]] = field(default_factory=dict)  # or each delta, in the bytes that are sent
 
 
 class Round:
-    """All that a round needs, built once. ``reduce`` and ``outer`` are None in data-parallel training."""
+    """All that a round needs, built once. ``reduction`` and ``outer`` are None in data-parallel training."""
 
     def __init__(
         self,
         worker: Worker,
         *,
         workers: int,
-        seed: int,
-        reduce: Reduce | None,
+        reduction: Reduction | None,
         outer: OuterOptimizer | None,
-        wire: str = "float32",
         comm: Comm | None = None,
         abort_on_nonfinite: bool = False,
         shelf: Shelf | None = None,
@@ -79,32 +74,34 @@ class Round:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.shelf = shelf or Shelf()
-        self.worker, self.reduce, self.outer, self.wire, self.seed = worker, reduce, outer, wire, seed
+        self.worker, self.reduction, self.outer = worker, reduction, outer
         self.comm = comm or Comm()
         self.abort_on_nonfinite, self.observe, self.stop = abort_on_nonfinite, observe, stop
-        self.hosted = self.comm.hosted(workers)
-        self.owner = self.comm.owners({name: _cost(p) for name, p in worker.parameters.items()})
+        self.hosted = [0] if outer is None else self.comm.hosted(workers)
+        self.slices = range(workers) if outer is None else ()
 
     def run(self, state: RoundState, *, steps: int) -> dict[str, Any] | None:
         """Finish the round that ``state`` is in, ``steps`` inner steps long; its metrics, or None if told to stop."""
         started = time.perf_counter()
-        sent, received = self.comm.sent_bytes, self.comm.received_bytes
+        comm = self.comm
+        sent, received, link = comm.sent_bytes, comm.received_bytes, comm.link_bytes
         finished = (self._data_parallel_loop if self.outer is None else self._inner_loops)(state, steps)
         signal = self.comm.agree(Signal.RUN if finished else Signal.STOP)
         if signal is not Signal.RUN:
             return None
         inner_s = time.perf_counter() - started
-        metrics = self._outer_step(state) if self.outer is not None else self._metrics(state, {})
+        metrics = self._outer_step(state) if self.outer is not None else _metrics([state.parts], [])
         state.round += 1
         state.step += steps
         state.hosted_index, state.turn, state.live = 0, Turn(), None
-        state.parts, state.dropped, state.total_weight = [], [], 0.0
+        state.parts, state.dropped = [], []
         return {
             "round": state.round,
             "step": state.step,
             **metrics,
-            "sent_bytes": self.comm.sent_bytes - sent,
-            "received_bytes": self.comm.received_bytes - received,
+            "sent_bytes": comm.sent_bytes - sent,
+            "received_bytes": comm.received_bytes - received,
+            "link_bytes": sum(comm.gather(comm.link_bytes - link)[comm.island * comm.members :][: comm.members]),
             "inner_s": inner_s,
         }
 
@@ -135,7 +132,7 @@ class Round:
         own = state.workers[0]
         self.observe("turn", worker=0, moves_anchor=True)
         self.worker.load(0, state.anchor, own)
-        self.worker.slices = self.hosted
+        self.worker.slices = self.slices
         state.anchor = {name: p.data for name, p in self.worker.parameters.items()}
         finished = self._turn(state, steps)
         own.optimizer, own.version = self.worker.inner.state_out(), state.step + state.turn.steps
@@ -146,7 +143,7 @@ class Round:
     @torch.no_grad()
     def _collect(self, state: RoundState, worker_id: int) -> None:
         """Turn the live parameters into the worker's delta, in place; add it to the round unless it is not finite."""
-        assert self.reduce is not None
+        assert self.reduction is not None
         deltas = {name: p.data for name, p in self.worker.parameters.items()}
         for name, value in deltas.items():
             torch.sub(state.anchor[name], value, out=value)
@@ -156,25 +153,8 @@ class Round:
             self._drop(state, worker_id, bad[0])
             return
         self.observe("delta", worker=worker_id, deltas=deltas)
-        weight, coded_square = 1.0, 0.0
-        errors = state.workers[worker_id].codec_error
-        for name, delta in deltas.items():
-            arrived, error = round_trip(delta, errors.get(name), self.wire)
-            if error is not None:
-                errors[name] = error
-            if not self.reduce.additive:
-                state.deltas.setdefault(name, []).append(arrived.clone())
-                coded_square += _square(arrived)
-                continue
-            masks = generator(self.seed, state.round, name, worker_id) if self.reduce.random else None
-            coded = self.reduce.encode(arrived, weight=weight, generator=masks)
-            coded_square += _square(_coded_delta(coded, self.reduce))
-            if name in state.totals:
-                state.totals[name] += coded
-            else:
-                state.totals[name] = coded.clone()
-        state.total_weight += weight
-        state.parts.append(Part(worker_id, weight, _mean_loss(state.turn), state.turn.skipped, math.sqrt(coded_square)))
+        square = self.reduction.add(state, worker_id, deltas, weight=1.0)
+        state.parts.append(Part(worker_id, 1.0, _mean_loss(state.turn), state.turn.skipped, square))
 
     def _drop(self, state: RoundState, worker_id: int, tensor: str) -> None:
         """A worker whose delta is not finite sits out this round and starts the next one afresh."""
@@ -191,82 +171,59 @@ class Round:
 
     @torch.no_grad()
     def _outer_step(self, state: RoundState) -> dict[str, Any]:
-        assert self.reduce is not None
+        assert self.reduction is not None
         assert self.outer is not None
-        if not any(self.comm.gather(bool(state.parts))):
+        everyone = self.comm.gather((state.parts, state.dropped))
+        parts, dropped = [each for each, _ in everyone], sorted({w for _, each in everyone for w in each})
+        if not any(parts):
             raise ValueError(
                 f"round {state.round + 1}: no worker is left, every delta is not finite; lower inner.lr or outer.lr"
             )
         self.observe("reduce", round=state.round)
         started = time.perf_counter()
-        metrics = self._metrics(state, self._reduce_into_gradients(state))
-        self.observe("reduced", round=state.round, deltas={name: a.grad for name, a in state.anchor.items()})
+        squares = self.reduction.finish(state, [parts[rank] for rank in self.comm.peers()])
+        metrics = _metrics(parts, dropped, self.comm.gather(squares))
+        owned = {name: anchor.grad for name, anchor in state.anchor.items() if anchor.grad is not None}
+        self.observe("reduced", round=state.round, deltas=owned)
         reduced = time.perf_counter()
         self.observe("outer", round=state.round)
         self.outer.step()
         self.outer.zero_grad()
         state.outer = {name: self.outer.state[a] for name, a in state.anchor.items() if a in self.outer.state}
-        self.comm.publish(state.anchor, self.owner)
+        self.comm.publish(state.anchor, self.reduction.owner)
         return {**metrics, "reduce_s": reduced - started, "outer_s": time.perf_counter() - reduced}
 
-    def _reduce_into_gradients(self, state: RoundState) -> dict[str, float]:
-        """Give each anchor its reduced delta as ``.grad``; returns the squared norms of the sum and of the result."""
-        assert self.reduce is not None
-        summed_square = delta_square = 0.0
-        for name, anchor in state.anchor.items():
-            if self.reduce.additive:
-                total = state.totals.pop(name)
-                summed = _coded_delta(total, self.reduce)
-                delta = self.reduce.decode(total, state.total_weight)
-            else:
-                stacked = torch.stack(state.deltas.pop(name))
-                summed = stacked.sum(0)
-                delta = self.reduce(stacked, torch.tensor([part.weight for part in state.parts]))
-            summed_square += _square(summed)
-            delta_square += _square(delta)
-            anchor.grad = delta.to(anchor.dtype)
-        return {"summed_square": summed_square, "delta_square": delta_square}
 
-    def _metrics(self, state: RoundState, squares: dict[str, float]) -> dict[str, Any]:
-        parts = sorted((part for parts in self.comm.gather(state.parts) for part in parts), key=lambda p: p.worker)
-        losses = [part.mean_loss for part in parts if not math.isnan(part.mean_loss)] or [math.nan]  # who took a step
-        return {
-            "train_loss": sum(losses) / len(losses),
-            "train_loss_spread": max(losses) - min(losses),
-            "delta_norm": math.sqrt(squares["delta_square"]) if squares else None,
-            "delta_cosine": _mean_cosine(parts, squares["summed_square"]) if squares else None,
-            "skipped_steps": sum(part.skipped for part in parts),
-            "dropped": sorted(state.dropped),
-        }
+def _metrics(parts: list[list[Part]], dropped: list[int], squares: list[Squares] | None = None) -> dict[str, Any]:
+    """What a round came to; ``parts`` and ``squares`` of every process. Members of an island bring the same parts."""
+    brought = {part.worker: part for each in parts for part in each}
+    losses = [part.mean_loss for _, part in sorted(brought.items()) if not math.isnan(part.mean_loss)]
+    losses = losses or [math.nan]  # who took no step has none
+    found = {
+        "train_loss": sum(losses) / len(losses),
+        "train_loss_spread": max(losses) - min(losses),
+        "delta_norm": None,
+        "delta_cosine": None,
+        "skipped_steps": sum(part.skipped for part in brought.values()),
+        "dropped": dropped,
+    }
+    if squares is not None:
+        norms = [math.sqrt(sum(each.coded.get(worker, 0.0) for each in squares)) for worker in sorted(brought)]
+        found["delta_norm"] = math.sqrt(sum(each.reduced for each in squares))
+        found["delta_cosine"] = _mean_cosine(norms, sum(each.summed for each in squares))
+    return found
 
 
-def _mean_cosine(parts: list[Part], summed_square: float) -> float | None:
+def _mean_cosine(norms: list[float], summed_square: float) -> float | None:
     """Mean cosine between two workers' deltas, from the norm of their sum: no pair of deltas need ever meet.
 
     sum_(i != j) <d_i, d_j> = |sum d|^2 - sum |d_i|^2, over sum_(i != j) |d_i| |d_j| = (sum |d_i|)^2 - sum |d_i|^2.
     """
-    norms = [part.delta_norm for part in parts]
     own = sum(n * n for n in norms)
     pairs = sum(norms) ** 2 - own
-    return (summed_square - own) / pairs if len(parts) > 1 and pairs > 0 else None
-
-
-def _coded_delta(coded_KS: Tensor, reduce: Reduce) -> Tensor:
-    """What the channels say the delta is: those that are summed, added up."""
-    return coded_KS[0] if reduce.summed == 1 else coded_KS[: reduce.summed].sum(0)
-
-
-def _square(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    return (summed_square - own) / pairs if len(norms) > 1 and pairs > 0 else None
 
 
 def _mean_loss(turn: Turn) -> float:
     taken = turn.steps - turn.skipped
     return turn.loss_sum / taken if taken else math.nan
-
-
-def _cost(parameter: Tensor) -> float:
-    """Modelled seconds (in units that only compare) of owning a parameter: the polar factor dominates."""
-    if parameter.ndim != 2:
-        return float(parameter.numel())
-    return parameter.numel() * (1.0 + 4.0 * min(parameter.shape))

@@ -16,6 +16,7 @@ from .config import BudgetConfig, CommConfig, InnerConfig, OuterConfig, ReduceCo
 from .inner import InnerOptimizer, lr_factor
 from .model import check_buffers
 from .outer import OuterOptimizer, outer_groups
+from .reduction import Reduction, costs
 from .roles import roles, select, transposed
 from .round import Round, RoundState
 from .shelf import Shelf
@@ -49,6 +50,7 @@ def build_round(
     stop: Callable[[], bool] = lambda: False,
     state: RoundState | None = None,
     shelf: Shelf | None = None,
+    comm: Comm | None = None,
 ) -> tuple[Round, RoundState]:
     """The parts of a round over ``model``, and the state before its first step.
 
@@ -59,7 +61,7 @@ def build_round(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the model has no parameter to train: every requires_grad is False")
-    comm = Comm()
+    comm = comm or Comm()
     if inner is None:
         optimizer = InnerOptimizer(named, role, config.inner)
     else:
@@ -89,18 +91,25 @@ def build_round(
         anchor = {n: p.detach().clone(memory_format=torch.contiguous_format) for n, p in named.items()}
         hosted = [0] if config.is_dp else comm.hosted(config.workers)
         state = RoundState(anchor=anchor, workers={w: WorkerState() for w in hosted})
-    reduce = outer = None
+    reduction = outer = None
     if not config.is_dp:
-        reduce = rules.bind_reduce(str(config.reduce.name), config.reduce.options)
-        outer = build_outer(state.anchor, config=config, roles=role, transposed=transposed(model))
-        outer.state.update({state.anchor[name]: entry for name, entry in state.outer.items()})
+        reduction = Reduction(
+            rules.bind_reduce(str(config.reduce.name), config.reduce.options),
+            named,
+            owner=comm.owners(costs(named)),
+            hosted=len(state.workers),
+            wire=config.comm.wire,
+            seed=config.seed,
+            comm=comm,
+        )
+        owned = {name: state.anchor[name] for name in named if reduction.owner[name] == comm.rank}
+        outer = build_outer(owned, config=config, roles=role, transposed=transposed(model))
+        outer.state.update({owned[name]: entry for name, entry in state.outer.items() if name in owned})
     parts = Round(
         worker,
         workers=config.workers,
-        seed=config.seed,
-        reduce=reduce,
+        reduction=reduction,
         outer=outer,
-        wire=config.comm.wire,
         comm=comm,
         abort_on_nonfinite=config.on_nonfinite == "abort",
         shelf=shelf,
@@ -113,12 +122,11 @@ def build_round(
 def build_outer(
     anchor: Mapping[str, Tensor], *, config: RunConfig, roles: dict[str, str], transposed: set[str]
 ) -> OuterOptimizer:
-    """The outer optimizer that a config names, over the anchors."""
-    role = {name: roles[name] for name in anchor}
-    excluded = select(config.transform.exclude, role) if config.transform.exclude else set()
+    """The outer optimizer that a config names, over anchors; ``roles`` are of every trainable parameter."""
+    excluded = select(config.transform.exclude, roles) if config.transform.exclude else set()
     groups = outer_groups(
         anchor,
-        roles=role,
+        roles=roles,
         transposed=transposed & set(anchor),
         exclude=sorted(excluded),
         transform=str(config.transform.name),
