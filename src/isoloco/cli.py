@@ -31,7 +31,7 @@ isoloco COMMAND --help says more.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point: 0 done, 2 bad input (one line on stderr), 130 interrupted, 141 nobody reads what is printed."""
+    """Entry point: 0 done, 1 out of memory, 2 bad input (one line each), 130 interrupted, 141 nobody reads on."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         with _own_warnings():
@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _tell(f"{error.filename}: {error.strerror}", code=2)
     except KeyboardInterrupt as interrupt:
+    except MemoryError as error:
+        return _tell(str(error) or "out of memory", code=1)
         return _tell("interrupted" + "".join(f"; {note}" for note in interrupt.args), code=130)
 
 

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from .config import RunConfig, unknown
+from .files import check_inside, check_weights, read_object, without_code
+from .memory import is_out_of_memory
 from .presets import MODELS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 MASKLESS = "isoloco_causal"  # sdpa that is never given a mask
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*",
+TOKENIZER_FILES = (  # no pickle among them
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "chat_template.*",
 )  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def build(
 
     hf_config = model_config(config, vocab_size=vocab_size, eos_id=eos_id)
     # The attention is transformers' own choice: sdpa where the architecture has it, else eager.
-    with torch.random.fork_rng(devices=[]), _quiet_transformers():
+    with torch.random.fork_rng(devices=[]), _quiet_transformers(), _one_line(config):
         torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would touch the GPUs' generators too
         if config.model.init_from is None:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
@@ -77,10 +79,12 @@ def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = Non
         # Documents end with one token, and nothing else is special: a padding id would get no gradient.
         eos_id = values.get("eos_token_id") if eos_id is None else eos_id
         values |= {"eos_token_id": eos_id, "bos_token_id": None, "pad_token_id": None}
-    try:
-        hf_config = CONFIG_MAPPING[model_type](**values)
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {str(error).rpartition('Error: ')[2].strip()}") from None  # the cause comes last
+    with _one_line(config):
+        try:
+            hf_config = CONFIG_MAPPING[model_type](**values)
+        except (StrictDataclassError, ValueError) as error:
+            cause = str(error).rpartition("Error: ")[2].strip()  # it comes last
+            raise ValueError(f"{where}: {' '.join(cause.split())}") from None
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{where}: {model_type} is no causal language model; give one that predicts the next token")
     hf_config.use_cache = False  # keys and values are kept for generation only
@@ -100,29 +104,39 @@ def model_config(config: RunConfig, *, vocab_size: int, eos_id: int | None = Non
 
 def _config_values(config: RunConfig) -> tuple[dict[str, Any], str]:
     """The plain values of the network's config, and what to call it in an error."""
-    choice = config.model
+    choice, where = config.model, _where(config)
     if choice.preset is not None:
-        return dict(MODELS[choice.preset]), f"model.preset {choice.preset}"
+        return dict(MODELS[choice.preset]), where
     if choice.config is not None:
-        path, where = Path(choice.config), f"model.config {choice.config}"
+        path = Path(choice.config)
     else:
-        directory, where = Path(choice.init_from or ""), f"model directory {choice.init_from}"
-        if not any((directory / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-            raise ValueError(f"{where}: no model.safetensors there; weights are read from safetensors files only")
+        directory = Path(choice.init_from or "")
+        check_weights(directory, where)
         path = directory / "config.json"
+        check_inside(path, directory)
     if not path.is_file():
         raise ValueError(f"{where}: no such file as {path}; give a Hugging Face config.json")
+    return without_code(read_object(path, where, "give a Hugging Face config.json"), where), where
+
+
+def _where(config: RunConfig) -> str:
+    """What to call the network in an error."""
+    choice = config.model
+    if choice.init_from is not None:
+        return f"model directory {choice.init_from}"
+    return f"model.config {choice.config}" if choice.config is not None else f"model.preset {choice.preset}"
+
+
+@contextmanager
+def _one_line(config: RunConfig) -> Iterator[None]:
+    """What transformers and torch raise inside for values that make no network, as one line."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}); give a Hugging Face config.json") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: holds no JSON object; give a Hugging Face config.json")
-    if "auto_map" in values:
-        raise ValueError(f"{where}: asks for remote code (auto_map), which is never run; use a model transformers has")
-    for key in ("attn_implementation", "_attn_implementation"):  # of the machine that wrote it
-        values.pop(key, None)
-    return values, where
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
+        told = (str(error).strip() or "no more is known").splitlines()[0]
+        raise ValueError(f"{_where(config)}: its values make no network ({type(error).__name__}: {told})") from error
 
 
 def _load(directory: str, hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -209,7 +223,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     """The network without its weights: names and shapes on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with _quiet_transformers(), torch.device("meta"):
+    with _quiet_transformers(), _one_line(config), torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config(config, vocab_size=vocab_size), dtype=torch.float32)
 
 
