@@ -144,9 +144,11 @@ class ProcessComm(Comm):
         wait = datetime.timedelta(seconds=timeout_s)
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         self.rank, self.processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._ours = not dist.is_initialized()
         try:
             # plain data always goes through gloo: a host need not wait for its device to talk
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=wait)
+            if self._ours:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=wait)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"rank {self.rank} of {self.processes} could not meet the others at {place} within {timeout_s:g} s "
@@ -284,8 +286,9 @@ class ProcessComm(Comm):
         return found
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.dist.destroy_process_group()
+        if self._ours:
+            with contextlib.suppress(RuntimeError):
+                self.dist.destroy_process_group()
 
 
 def processes() -> int:

@@ -58,7 +58,7 @@ class RoundState:
 
 
 class Round:
-    """All that a round needs, built once. ``reduction`` and ``outer`` are None in data-parallel training."""
+    """All that a round needs, built once. Data-parallel training has no ``reduction``; a process that owns no parameter has no ``outer``."""
 
     def __init__(
         self,
@@ -77,20 +77,20 @@ class Round:
         self.worker, self.reduction, self.outer = worker, reduction, outer
         self.comm = comm or Comm()
         self.abort_on_nonfinite, self.observe, self.stop = abort_on_nonfinite, observe, stop
-        self.hosted = [0] if outer is None else self.comm.hosted(workers)
-        self.slices = range(workers) if outer is None else ()
+        self.hosted = [0] if reduction is None else self.comm.hosted(workers)
+        self.slices = range(workers) if reduction is None else ()
 
     def run(self, state: RoundState, *, steps: int) -> dict[str, Any] | None:
         """Finish the round that ``state`` is in, ``steps`` inner steps long; its metrics, or None if told to stop."""
         started = time.perf_counter()
         comm = self.comm
         sent, received, link = comm.sent_bytes, comm.received_bytes, comm.link_bytes
-        finished = (self._data_parallel_loop if self.outer is None else self._inner_loops)(state, steps)
+        finished = (self._data_parallel_loop if self.reduction is None else self._inner_loops)(state, steps)
         signal = self.comm.agree(Signal.RUN if finished else Signal.STOP)
         if signal is not Signal.RUN:
             return None
         inner_s = time.perf_counter() - started
-        metrics = self._outer_step(state) if self.outer is not None else _metrics([state.parts], [])
+        metrics = self._outer_step(state) if self.reduction is not None else _metrics([state.parts], [])
         state.round += 1
         state.step += steps
         state.hosted_index, state.turn, state.live = 0, Turn(), None
@@ -172,7 +172,6 @@ class Round:
     @torch.no_grad()
     def _outer_step(self, state: RoundState) -> dict[str, Any]:
         assert self.reduction is not None
-        assert self.outer is not None
         everyone = self.comm.gather((state.parts, state.dropped))
         parts, dropped = [each for each, _ in everyone], sorted({w for _, each in everyone for w in each})
         if not any(parts):
@@ -187,9 +186,10 @@ class Round:
         self.observe("reduced", round=state.round, deltas=owned)
         reduced = time.perf_counter()
         self.observe("outer", round=state.round)
-        self.outer.step()
-        self.outer.zero_grad()
-        state.outer = {name: self.outer.state[a] for name, a in state.anchor.items() if a in self.outer.state}
+        if self.outer is not None:
+            self.outer.step()
+            self.outer.zero_grad()
+            state.outer = {name: self.outer.state[a] for name, a in state.anchor.items() if a in self.outer.state}
         self.comm.publish(state.anchor, self.reduction.owner)
         return {**metrics, "reduce_s": reduced - started, "outer_s": time.perf_counter() - reduced}
 

@@ -103,8 +103,9 @@ def build_round(
             comm=comm,
         )
         owned = {name: state.anchor[name] for name in named if reduction.owner[name] == comm.rank}
-        outer = build_outer(owned, config=config, roles=role, transposed=transposed(model))
-        outer.state.update({owned[name]: entry for name, entry in state.outer.items() if name in owned})
+        if owned:  # there may be more processes than parameters
+            outer = build_outer(owned, config=config, roles=role, transposed=transposed(model))
+            outer.state.update({owned[name]: entry for name, entry in state.outer.items() if name in owned})
     parts = Round(
         worker,
         workers=config.workers,
