@@ -19,8 +19,9 @@ from isoloco.data.shards import open_data
 from isoloco.evaluate import evaluate_directory
 from isoloco.metrics import ORDER, comparable, read_metrics
 from isoloco.model import meta_model
+from isoloco.outline import prepare_run
 from isoloco.resume import config_of
-from isoloco.train import TrainResult, prepare_run, train
+from isoloco.train import TrainResult, train
 from tiny_models import CONFIGS, SEQ_LEN, VOCAB, config_file
 
 STEPS, H, W, BATCH = 8, 3, 2, 8  # rounds of 3, 3 and 2 steps

@@ -160,8 +160,8 @@ def _plan(argv: list[str]) -> int:
     from .recipe import run_config
 
     config, _ = run_config(argv, prog="isoloco plan")
+    from .outline import outline_run
     from .plan import header_rows
-    from .train import outline_run
 
     config, plan, data = outline_run(config)
     rows = [("method", config.method), *header_rows(config, plan, data_path=data)]
