@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .config import DataConfig, EvalConfig, ModelConfig, RunConfig
+from .config import DataConfig, EvalConfig, ModelConfig, RunConfig, TransformConfig
+from .files import check_tokenizer
 from .loss import autocast as precision_context
 from .loss import language_loss
 from .model import build
@@ -194,6 +195,8 @@ def evaluate_directory(
         data=DataConfig(path=str(data[0].path)),
         eval=EvalConfig(tokens=tokens or config.eval.tokens, split=config.eval.split),
         compute=replace(config.compute, device=device, compile=False),
+        # nothing is transformed, and a rule of the user's own is code, which no evaluation needs to run
+        transform=config.transform if config.is_dp else TransformConfig(name="none", options={}),
     )
     config = resolve_hardware(config, vocab_size=vocab_size)
     model = build(config, vocab_size=vocab_size, device=config.compute.device)
@@ -233,6 +236,7 @@ def sample(
     """
     from transformers import AutoTokenizer
 
+    check_tokenizer(Path(tokenizer_dir))
     tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir), local_files_only=True, trust_remote_code=False)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else list(prompt or ())
     if not ids and tokenizer.eos_token_id is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -37,6 +38,29 @@ def read_object(path: Path, where: str, takes: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{where}: holds no JSON object; {takes}")
     return found
+
+
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """Plain data with a checksum of itself, for a file that tells what other files have to be."""
+    return {**content, "blake2b": _checksum(content)}
+
+
+def unseal(sealed: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What `seal` got. ValueError where that has changed; data without a checksum pass."""
+    content = {key: value for key, value in sealed.items() if key != "blake2b"}
+    if "blake2b" in sealed and sealed["blake2b"] != _checksum(content):
+        raise ValueError(f"{path} is damaged: it is not what was written")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """blake2b of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def without_code(values: Any, where: str) -> Any:

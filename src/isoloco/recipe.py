@@ -46,7 +46,9 @@ def load_yaml(name: str, kind: str) -> tuple[str, dict[str, Any]]:
     else:
         raise ValueError(unknown(singular, name, known) + " (or the path of a .yaml file)")
     try:
-        tree = yaml.safe_load(text) or {}
+        tree = yaml.load(text, _plain_loader()) or {}
+    except RecursionError:
+        raise ValueError(f"{label}: not valid YAML: nested too deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -54,6 +56,32 @@ def load_yaml(name: str, kind: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(tree, dict):
         raise ValueError(f"{label}: takes a mapping of options, got {type(tree).__name__}")
     return label, tree
+
+
+def _plain_loader() -> Any:
+    """YAML's safe loader, which follows no tag of Python; a key that comes twice and aliases are errors too."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few lines of them can stand for more than memory holds
+                raise yaml.MarkedYAMLError(None, None, "takes no alias; write it out", self.peek_event().start_mark)
+            return super().compose_node(parent, index)
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (AttributeError, LookupError, TypeError, ValueError):  # a date of no calendar, a tag of YAML's own
+                told = f"{node.value!r} is not what its form or tag says"
+                raise yaml.MarkedYAMLError(None, None, told, node.start_mark) from None
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            for number, (key, _) in enumerate(node.value):
+                if any(key.value == other.value for other, _ in node.value[:number]):
+                    raise yaml.MarkedYAMLError(None, None, f"{key.value!r} comes twice", key.start_mark)
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def run_config(argv: list[str], *, prog: str, run: str | None = None) -> tuple[RunConfig, dict[str, str]]:
@@ -133,11 +161,16 @@ def flatten(tree: dict[str, Any], label: str, prefix: str = "") -> dict[str, Any
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        if name in found:
+            raise ValueError(f"{label}: {name} comes twice, once under a heading and once as a dotted key")
         if name in known:
             text = {str, list[str]}.intersection(alternatives(known[name].type))
             found[name] = value if text else numbers(value)
         elif isinstance(value, dict | None) and any(k.startswith(name + ".") for k in known):
-            found |= flatten(value or {}, label, name + ".")
+            below = flatten(value or {}, label, name + ".")
+            if twice := sorted(below.keys() & found.keys()):
+                raise ValueError(f"{label}: {twice[0]} comes twice, once under a heading and once as a dotted key")
+            found |= below
         else:
             raise ValueError(f"{label}: " + unknown("option", name, known))
     return found

@@ -1,7 +1,6 @@
 """One preparation: a fold over the documents of a source, whose state is saved every few seconds."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..files import digest, seal
 from . import tokenizer as tokenizers
 from .progress import Progress
 from .shards import FORMAT, MANIFEST, SPLITS, STATE
@@ -203,7 +203,7 @@ class Preparation:
             "vocab_size": self._tokenizer.vocab_size,
             "eos": self._tokenizer.eos,
             "eos_id": self._tokenizer.eos_id,
-            "tokenizer_blake2b": file_digest(self._directory / TOKENIZER / "tokenizer.json"),
+            "tokenizer_files": {p.name: digest(p) for p in sorted((self._directory / TOKENIZER).iterdir())},
             "source": self._source.name,
             "tokenizer": self._spec,
             "request": self._request,
@@ -219,7 +219,7 @@ class Preparation:
                 if writer.documents
             },
         }
-        write_json(self._directory / MANIFEST, manifest)
+        write_json(self._directory / MANIFEST, seal(manifest))
 
     def _nothing(self, split: str) -> str:
         sizes = f"valid_tokens {self._request['valid_tokens']}, test_tokens {self._request['test_tokens']}"
@@ -229,12 +229,6 @@ class Preparation:
             f"{self._source.name} has no document in its {split} split ({sizes}): give more documents (in .txt, lines "
             f"<|endoftext|> separate them), {split}_tokens 1 for one document, or {split}_tokens 0 for none"
         )
-
-
-def file_digest(path: Path) -> str:
-    """blake2b of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Generator[tuple[Piece, np.ndarray]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import DataConfig
+from ..files import digest
 from . import tokenizer as tokenizers
-from .preparation import Preparation, file_digest
+from .preparation import Preparation
 from .progress import Progress
 from .shards import FORMAT, MANIFEST, STATE, read_manifest
 from .sources import Interrupted, Source, find_source
@@ -121,7 +122,7 @@ def _request(source: Source, **settings: Any) -> dict[str, Any]:
         "source": source.facts,
         **settings,
         "tokenizer": path.name if path.is_file() else tokenizer,
-        "tokenizer_file_blake2b": file_digest(path) if path.is_file() else None,
+        "tokenizer_file_blake2b": digest(path) if path.is_file() else None,
     }
 
 

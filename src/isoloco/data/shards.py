@@ -9,10 +9,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ..files import check_inside, check_name, check_tokenizer, digest, unseal
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +191,12 @@ class Data:
                 )
 
     def verify(self) -> None:
-        """Read every shard and compare it with the manifest; ValueError names the first that changed."""
+        """Read shards and tokenizer, compare them with the manifest; ValueError names the first file that changed."""
+        for name, wanted in (self.manifest or {}).get("tokenizer_files", {}).items():
+            path = self.path / "tokenizer" / name
+            if not path.is_file() or digest(path) != wanted:
+                told = "changed since it was prepared" if path.is_file() else "is missing"
+                raise ValueError(f"{path} {told}: {_again(self.path)}")
         for shard in self._shards():
             if shard.blake2b is not None and scan(shard.path)[0] != shard.blake2b:
                 raise ValueError(f"shard {shard.path} changed since it was prepared: {_again(self.path)}")
@@ -215,12 +223,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # JSON or UTF-8; nested beyond reason
         raise ValueError(f"{path} is not a manifest of `isoloco prepare` ({_first_line(error)})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT!r}: {_again(directory)}")
-    return manifest
+    return unseal(manifest, path)
 
 
 def _from_manifest(directory: Path) -> Data:
@@ -230,16 +238,23 @@ def _from_manifest(directory: Path) -> Data:
         for name, facts in manifest["splits"].items():
             shards = []
             for listed in facts["shards"]:
+                check_name(listed["file"], directory / MANIFEST)
                 path, tokens, dtype = directory / listed["file"], listed["tokens"], manifest["dtype"]
+                check_inside(path, directory)
                 array = _map(path)
                 if len(array) != tokens or array.dtype.name != dtype:
                     raise ValueError(f"shard {path} changed since it was prepared: {_again(directory)}")
-                shards.append(Shard(path, tokens, dtype, listed["blake2b"], listed["max_id"]))
-            splits[name] = Split(name, tuple(shards), facts["documents"], facts["text_bytes"])
-        return Data(directory, splits, manifest["vocab_size"], manifest["eos_id"], directory / "tokenizer", manifest)
+                shards.append(Shard(path, tokens, dtype, listed["blake2b"], index(listed["max_id"])))
+            splits[name] = Split(name, tuple(shards), index(facts["documents"]), index(facts["text_bytes"]))
+        manifest.get("tokenizer_files", {}).items()  # for `Data.verify`
+        vocab_size, eos_id = index(manifest["vocab_size"]), index(manifest["eos_id"])
     except (KeyError, TypeError, AttributeError) as error:
         path = directory / MANIFEST
         raise ValueError(f"{path} is not a manifest of `isoloco prepare` ({_first_line(error)})") from None
+    tokenizer_dir = directory / "tokenizer" if (directory / "tokenizer").is_dir() else None
+    if tokenizer_dir is not None:
+        check_tokenizer(tokenizer_dir)
+    return Data(directory, splits, vocab_size, eos_id, tokenizer_dir, manifest)
 
 
 def _from_files(directory: Path) -> Data:
@@ -257,6 +272,8 @@ def _from_files(directory: Path) -> Data:
         if numbers != list(range(len(numbers))):
             gap = min(set(range(len(numbers))) - set(numbers))
             raise ValueError(f"{directory} misses {name}_{gap:06d}.npy: it has {found[name][numbers[-1]].name}")
+        for number in numbers:
+            check_inside(found[name][number], directory)
         arrays = {number: _map(found[name][number]) for number in numbers}
         splits[name] = Split(name, tuple(Shard(found[name][n], len(a), a.dtype.name) for n, a in arrays.items()))
     if not splits["train"].tokens:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import check_tokenizer
 from .sources import first_line, hub_revision
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def _auto(name: str) -> Any:
     from transformers import AutoTokenizer
 
     if Path(name).is_dir():
+        check_tokenizer(Path(name))
         attempts = [{"local_files_only": True}]
     else:
         attempts = [{"local_files_only": True}, {}]  # what was downloaded before needs no network
@@ -152,7 +154,7 @@ def _auto(name: str) -> Any:
             )  # one line and at once where it cannot be reached, instead of a minute of retries
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
-        except (OSError, ValueError) as error:
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:  # for its files' content too
             failure = first_line(error)
     raise ValueError(f"cannot load tokenizer {name}: {failure}")
 
