@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import toy
-from isoloco.comm import Comm, ProcessComm
+from forked import together
+from isoloco.comm import Comm
+from isoloco.processes import ProcessComm
 from isoloco.simulate import build_round
-from processes import together
 
 pytestmark = pytest.mark.dist
 

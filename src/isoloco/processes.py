@@ -1,0 +1,215 @@
+"""Comm of several processes, as torchrun starts them: the only module of a training that imports torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Comm, Signal
+
+BUCKET_BYTES = 2**25  # of gradients that travel together
+T = TypeVar("T")
+
+
+class ProcessComm(Comm):
+    """A group of processes, as torchrun starts them; ``islands`` of equal size, ranks in a row."""
+
+    def __init__(self, *, device: str, islands: int, ordered: bool, timeout_s: float) -> None:
+        super().__init__()
+        self.timeout_s, self.ordered = timeout_s, ordered
+        wait = datetime.timedelta(seconds=timeout_s)
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        self.rank, self.processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._ours = not dist.is_initialized()
+        try:
+            # plain data always goes through gloo: a host need not wait for its device to talk
+            if self._ours:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=wait)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"could not meet the other {self.processes - 1} processes at {place} within {timeout_s:g} s "
+                f"({_first_line(error)}); are all started, with this address, and is the port free?"
+            ) from None
+        self.islands = islands
+        self.device = device
+        members, rank = self.members, self.rank
+        with self._told("at the start"):
+            rings = [[i * members + j for i in range(islands)] for j in range(members)]
+            homes = [list(range(i * members, (i + 1) * members)) for i in range(islands)]
+            self._ring, _ = dist.new_subgroups_by_enumeration(rings, timeout=wait) if islands > 1 else (None, None)
+            self._home, _ = dist.new_subgroups_by_enumeration(homes, timeout=wait) if members > 1 else (None, None)
+        self._home_ranks = homes[rank // members]
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """An error of the group in one line, which names this rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ValueError(
+                f"lost the others {what}, or waited comm.timeout_s = {self.timeout_s:g} s for them "
+                f"({_first_line(error)}); see what they said last, and go on with --resume"
+            ) from None
+
+    def _all_to_all(self, sent: list[Tensor], received_bytes: list[int], group: Any, own: int, *, link: bool) -> Any:
+        """Each peer's part of what it sent to this process, as one flat uint8 tensor per peer."""
+        outgoing = torch.cat(sent)
+        incoming = outgoing.new_empty(sum(received_bytes))
+        sizes = [part.numel() for part in sent]
+        dist.all_to_all_single(incoming, outgoing, received_bytes, sizes, group=group)
+        self._count(sum(sizes) - sizes[own], sum(received_bytes) - received_bytes[own], link=link)
+        return incoming.split(received_bytes)
+
+    def _count(self, sent: int, received: int, *, link: bool) -> None:
+        self.sent_bytes += sent
+        self.received_bytes += received
+        self.link_bytes += sent if link else 0
+
+    def exchange(
+        self, sent: Mapping[str, Tensor], owner: Mapping[str, int], size: Callable[[int, str], int]
+    ) -> dict[str, list[Tensor]]:
+        peers, own = self.peers(), self.island
+        if self._ring is None:
+            return super().exchange(sent, owner, size)
+        like = next(iter(sent.values()))
+        outgoing = [_flat([t for name, t in sent.items() if owner[name] == peer], like) for peer in peers]
+        owned = [name for name in sent if owner[name] == self.rank]
+        sizes = [[size(i, name) for name in owned] for i in range(len(peers))]
+        with self._told("in the exchange of deltas"):
+            arrived = self._all_to_all(outgoing, [sum(s) for s in sizes], self._ring, own, link=True)
+        parts = [flat.split(s) for flat, s in zip(arrived, sizes, strict=True)]
+        return {name: [part[k] for part in parts] for k, name in enumerate(owned)}
+
+    def publish(self, tensors: Mapping[str, Tensor], owner: Mapping[str, int]) -> None:
+        with self._told("while the anchor was published"):
+            if self._ring is not None:
+                mine = {name: t for name, t in tensors.items() if owner[name] % self.members == self.member}
+                self._share(mine, owner, self._ring, self.peers(), link=True)
+            if self._home is not None:
+                holder = {name: self._home_ranks[owner[name] % self.members] for name in tensors}
+                self._share(tensors, holder, self._home, self._home_ranks, link=False)
+
+    def _share(
+        self, tensors: Mapping[str, Tensor], holder: Mapping[str, int], group: Any, ranks: list[int], *, link: bool
+    ) -> None:
+        """Every rank of a group sends what it holds to all others."""
+        held = {rank: [t for name, t in tensors.items() if holder[name] == rank] for rank in ranks}
+        like = next(iter(tensors.values())).new_empty(0).view(torch.uint8)
+        out = _flat([_bytes(t) for t in held[self.rank]], like)
+        sizes = [sum(t.numel() * t.element_size() for t in held[rank]) for rank in ranks]
+        own = ranks.index(self.rank)
+        for rank, flat in zip(ranks, self._all_to_all([out] * len(ranks), sizes, group, own, link=link), strict=True):
+            if rank != self.rank:
+                parts = flat.split([t.numel() * t.element_size() for t in held[rank]])
+                for tensor, part in zip(held[rank], parts, strict=True):
+                    tensor.view(-1).copy_(part.clone().view(tensor.dtype))
+
+    def meet(self, weight: float, stop: bool) -> tuple[float, bool]:
+        if self._home is None:
+            return weight, stop
+        both = torch.tensor([weight, float(stop)], dtype=torch.float64)
+        with self._told("before an inner step"):
+            dist.all_reduce(both, group=self._home)
+        return float(both[0]), bool(both[1])
+
+    def inner_sum(self, tensors: Sequence[Tensor]) -> None:
+        if self._home is None:
+            return
+        with self._told("in an inner step"):
+            for bucket in _buckets(tensors):
+                flat = torch.cat([t.reshape(-1) for t in bucket])
+                dist.all_reduce(flat, group=self._home)
+                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+                carried = int(2 * flat.numel() * flat.element_size() * (self.members - 1) / self.members)
+                self._count(carried, carried, link=False)
+
+    def inner_fold(self, batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        flats_KN = torch.stack([torch.cat([t.reshape(-1) for t in tensors]) for tensors in batches])
+        everyone = [torch.empty_like(flats_KN) for _ in range(self.members)]
+        with self._told("in an inner step"):
+            dist.all_gather(everyone, flats_KN, group=self._home)
+        carried = flats_KN.numel() * flats_KN.element_size() * (self.members - 1)
+        self._count(carried, carried, link=False)
+        first, *others = torch.cat(everyone)
+        for flat in others:
+            first += flat
+        parts = first.split([t.numel() for t in batches[0]])
+        return [part.view(t.shape) for part, t in zip(parts, batches[0], strict=True)]
+
+    def agree(self, signal: Signal) -> Signal:
+        found = torch.tensor([int(signal)])
+        with self._told("before a meeting"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return Signal(int(found))
+
+    def gather(self, item: Any) -> list[Any]:
+        found: list[Any] = [None] * self.processes
+        with self._told("at a meeting"):
+            dist.all_gather_object(found, item)
+        return found
+
+    def together(self, do: Callable[[], T]) -> T:
+        value, told = _tried(do)
+        told_by = self.gather(told)
+        self._raise_first(told_by)
+        return value  # type: ignore[return-value]
+
+    def from_leader(self, do: Callable[[], T]) -> T:
+        value, told = self.gather(_tried(do) if self.rank == 0 else None)[0]
+        self._raise_first([told])
+        return value
+
+    def _raise_first(self, told_by: list[str | None]) -> None:
+        """Each failed process says its own line, the others whose it was."""
+        failed = {rank: told for rank, told in enumerate(told_by) if told is not None}
+        if self.rank in failed:
+            raise ValueError(failed[self.rank])
+        for rank, told in failed.items():
+            raise ValueError(f"rank {rank} cannot go on: {told}")
+
+    def close(self) -> None:
+        if self._ours:
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _tried(do: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What came of it, or the line of its error."""
+    try:
+        return do(), None
+    except (ValueError, MemoryError) as error:
+        return None, str(error)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype in groups of about BUCKET_BYTES."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and (held >= BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _flat(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else like.new_empty(0)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
