@@ -13,16 +13,18 @@ from ._version import __version__
 # public name -> module that defines it
 _PUBLIC = {
     "RunConfig": "config",
+    "merge": "merging.tensors",
     "train": "train",
     "simulate": "simulate",
     "OuterOptimizer": "outer",
     "IsoLoCo": "outer",
 }
 
-__all__ = ["IsoLoCo", "OuterOptimizer", "RunConfig", "__version__", "simulate", "train"]
+__all__ = ["IsoLoCo", "OuterOptimizer", "RunConfig", "__version__", "merge", "simulate", "train"]
 
 if TYPE_CHECKING:
     from .config import RunConfig
+    from .merging.tensors import merge
     from .outer import IsoLoCo, OuterOptimizer
     from .simulate import simulate
     from .train import train

@@ -21,6 +21,7 @@ usage: isoloco COMMAND ...
   train       train a language model by a recipe          isoloco train quickstart
   prepare     turn text into shards of tokens             isoloco prepare 'notes/*.txt' --out data/notes
   evaluate    held-out loss of a run or a model           isoloco evaluate runs/quickstart-1
+  merge       merge models trained from one base          isoloco merge base expert1 expert2 -o merged
   study       the runs behind a table                     isoloco study run quickstart
   plan        memory, bytes and steps, before training    isoloco plan quickstart --workers 32
   methods     methods, reduces and transforms             isoloco methods isoloco
@@ -47,9 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         if error.filename is None:
             raise
         return _tell(f"{error.filename}: {error.strerror}", code=2)
-    except KeyboardInterrupt as interrupt:
     except MemoryError as error:
         return _tell(str(error) or "out of memory", code=1)
+    except KeyboardInterrupt as interrupt:
         return _tell("interrupted" + "".join(f"; {note}" for note in interrupt.args), code=130)
 
 
@@ -273,6 +274,12 @@ def _evaluate(argv: list[str]) -> int:
     return 0
 
 
+def _merge(argv: list[str]) -> int:
+    from .merging.cli import DESCRIPTION, EXAMPLES, merge_command
+
+    return merge_command(argv, _parser("merge", DESCRIPTION, *EXAMPLES))
+
+
 def _study(argv: list[str]) -> int:
     parser = _parser(
         "study",
@@ -351,6 +358,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "prepare": _prepare,
     "evaluate": _evaluate,
+    "merge": _merge,
     "study": _study,
     "plan": _plan,
     "methods": _methods,

@@ -90,6 +90,7 @@ class Additive:
 
     scale: ClassVar[Literal["mean", "sum"]] = "mean"
     random: ClassVar[bool] = False  # whether encode draws from a generator
+    entrywise: ClassVar[bool] = False  # whether an entry's outcome depends on that entry's deltas alone
 
     def __post_init__(self) -> None:
         check_options(type(self), vars(self), name=type(self).__name__)
@@ -174,6 +175,7 @@ class Reduce(_Bound):
         super().__init__(name, joint()(rule) if plain else rule, options)
         self.scale: Literal["mean", "sum"] = getattr(rule, "scale", "mean")
         self.random: bool = getattr(rule, "random", False)
+        self.entrywise: bool = getattr(rule, "entrywise", False)
         self.channels: int = getattr(self.rule, "channels", 1)
         self.summed: int = getattr(self.rule, "summed", self.channels)
 

@@ -31,6 +31,8 @@ class Mean(Additive):
     Source: Section 2.1, Algorithm 1; FedAvg, McMahan et al. (2017)
     """
 
+    entrywise = True
+
     def encode(self, delta_S: Tensor, *, weight: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
         """w delta, ``[1, *S]``; a view of the delta where the weight is 1."""
         return (delta_S if weight == 1 else weight * delta_S).unsqueeze(0)

@@ -1,0 +1,1 @@
+"""One-shot merging of checkpoints by the rules of the outer step: over mappings, and over files of any size."""
