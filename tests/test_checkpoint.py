@@ -125,7 +125,7 @@ def test_a_save_in_mid_round_writes_only_who_has_run_since(make):
 def test_nothing_on_disk_is_a_pickle(make):
     run = train(make("run", compute__worker_state="disk")).run_dir
     kinds = {path.suffix for path in run.rglob("*") if path.is_file()}
-    assert kinds <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".png", ".txt", ".jinja"}
+    assert kinds <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".png", ".txt", ".jinja", ".lock"}
 
 
 def test_the_budget_may_grow_and_results_may_not_change(make):

@@ -64,7 +64,7 @@ def test_the_manifest_says_what_runs_where(tmp_path):
     assert found["pid"] == os.getpid()
     assert found["identity"] == identity(conf, data_checksum="abc")
     assert (found["parameters"], found["summary"]) == (7, {"valid_loss_best": None})
-    assert [p.name for p in made.path.iterdir()] == ["run.json"]
+    assert sorted(p.name for p in made.path.iterdir()) == ["run.json", "run.lock"]
 
 
 def test_a_reader_never_sees_half_a_manifest(tmp_path):

@@ -12,13 +12,17 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import console
 from ._version import __version__
 from .config import RunConfig, identity
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 HEARTBEAT_EVERY_S = 5.0
+LOCK = "run.lock"
 
 
 class RunDir:
@@ -31,10 +35,11 @@ class RunDir:
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
+        self._lock: BaseFileLock | None = None
 
     @classmethod
     def create(cls, config: RunConfig, *, data_checksum: str = "") -> RunDir:
-        """A new directory: ``config.out_dir``, or runs/NAME-N with the next free N.
+        """A new directory, claimed: ``config.out_dir``, or runs/NAME-N with the next free N.
 
         Errors: ValueError where a run, or anything else, lies in out_dir, or the directory cannot be made.
         """
@@ -42,10 +47,14 @@ class RunDir:
             path = _explicit(Path(config.out_dir).absolute(), shown=config.out_dir)
         else:
             path = _numbered(Path("runs").absolute(), config.name)
-        try:
-            (path / "run.json").touch(exist_ok=False)  # of two that found the same empty directory one goes on
-        except FileExistsError:
-            raise ValueError(_holds_a_run(config.out_dir)) from None
+        run_dir = cls(path, {})
+        run_dir.claim()
+        try:  # of two that found the same empty directory one goes on
+            _check_empty(path, shown=config.out_dir or str(path))
+        except ValueError:
+            run_dir.release()
+            raise
+        run_dir.sweep()
         program = Path(sys.argv[0]).name
         manifest = {
             "state": "running",
@@ -59,8 +68,7 @@ class RunDir:
             "config": "config.yaml",
             "summary": {},
         }
-        run_dir = cls(path, manifest)
-        run_dir.update()
+        run_dir.update(**manifest)
         return run_dir
 
     @classmethod
@@ -86,13 +94,33 @@ class RunDir:
 
     def discard(self) -> None:
         """Remove the directory of a run that could not begin."""
+        self.release()
         shutil.rmtree(self.path)
 
+    def claim(self) -> None:
+        """Hold the run until `release` or the end of this process. ValueError where another process holds it."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / LOCK)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            who = f"process {self.manifest['pid']} on {self.manifest['host']}" if self.manifest else "another process"
+            raise ValueError(f"{console.relative(self.path)}: {who} is training it; let that one end first") from None
+        except NotImplementedError:  # a file system without locks cannot tell
+            return
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let other processes have the run."""
+        if self._lock is not None:
+            self._lock.release()
+
     def sweep(self) -> None:
-        """Remove what a process that died has left of files that it was about to replace (see `write_whole`)."""
-        for path in self.path.glob(".*.*.*"):
-            if path.is_file() and path.suffix[1:].isdecimal():
-                path.unlink()
+        """Remove what a process that died has left of files that it was about to replace."""
+        for path in self.path.iterdir():
+            if _is_temporary(path):
+                path.unlink(missing_ok=True)
 
     def heartbeat(self) -> None:
         """Say that the run is alive, every few seconds at most."""
@@ -143,7 +171,7 @@ def _explicit(path: Path, *, shown: str) -> Path:
 
 
 def _check_empty(path: Path, *, shown: str) -> None:
-    held = sorted(item.name for item in path.iterdir())
+    held = sorted(item.name for item in path.iterdir() if item.name != LOCK and not _is_temporary(item))
     if "run.json" in held:
         raise ValueError(_holds_a_run(shown))
     if held:
@@ -183,6 +211,11 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_temporary(path: Path) -> bool:
+    """Whether a file is what `write_whole` writes before it is renamed."""
+    return path.name.startswith(".") and path.name.count(".") > 2 and path.suffix[1:].isdecimal()
 
 
 def plain(value: Any, *, nonfinite: dict[str, str] | None = None, place: str = "") -> Any:
