@@ -129,7 +129,8 @@ def _apply_preset(config: RunConfig) -> None:
     if all(get(config, key) is None for key in ONE_OF[2]):
         config.budget.tokens_per_parameter = 20.0
     if config.micro_batch_size is None and config.workers > 0 and config.worker_batch_size > 0:
-        config.micro_batch_size = max(d for d in divisors(config.worker_batch_size) if d <= 32)
+        share = max(config.worker_batch_size // max(config.compute.processes_per_worker, 1), 1)
+        config.micro_batch_size = max(d for d in divisors(share) if d <= 32)
 
 
 def _check_values(config: RunConfig) -> None:
@@ -184,8 +185,6 @@ def _check_values(config: RunConfig) -> None:
         raise ValueError(
             f"data.per_worker names {len(config.data.per_worker)} directories for {config.workers} workers: one each"
         )
-    if config.compute.processes_per_worker != 1:
-        raise ValueError("compute.processes_per_worker: takes 1; several processes for one worker are not there yet")
     _check_batches(config)
 
 

@@ -69,7 +69,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _tell(line: str, *, code: int) -> int:
-    print(f"isoloco: {' '.join(line.split())}", file=sys.stderr)
+    from .comm import processes, rank
+
+    who = f"rank {rank()} of {processes()}: " if processes() > 1 else ""
+    print(f"isoloco: {who}{' '.join(line.split())}", file=sys.stderr)
     return code
 
 
@@ -126,6 +129,7 @@ def _train(argv: list[str]) -> int:
     if _asks_for_help(argv):
         print(_options_help("train", TRAIN_HELP))
         return 0
+    from .comm import rank
     from .data.shards import open_data
     from .launch import EXIT_CODES, Interrupts, launch_flags
     from .recipe import run_config
@@ -136,7 +140,7 @@ def _train(argv: list[str]) -> int:
     argv, resume, from_previous = launch_flags(argv)
     config, sources = run_config(argv, prog="isoloco train", run=None if resume == "auto" else resume)
     check_extras(config)  # what can be told before the seconds that torch takes to import; train asks again
-    if resume is None:
+    if resume is None and rank() == 0:
         check_place(config)
     for path in config.data.per_worker or filter(None, [config.data.path]):
         open_data(path)

@@ -39,6 +39,7 @@ class Comm:
     processes = 1
     islands = 1
     ordered = False
+    timeout_s = 600.0
 
     def __init__(self) -> None:
         self.sent_bytes = self.received_bytes = self.link_bytes = 0

@@ -21,8 +21,9 @@ is before any training); ``tokens`` are those read by all workers together, up t
               delta_cosine        mean over pairs of workers
               skipped_steps       inner steps skipped for a gradient that was not finite, all workers together
               dropped             workers left out, a list
-              sent_bytes          in this round
-              received_bytes      in this round
+              sent_bytes          by the first process, in this round
+              received_bytes      by the first process, in this round
+              link_bytes          sent out of its island, by all its members
               inner_s, reduce_s, outer_s, eval_s    seconds
               save_s              seconds that the training stood still for a checkpoint since the last round
               tokens_per_s        of the round
@@ -52,7 +53,7 @@ from .rundir import plain, write_whole
 ORDER = {
     "inner": "worker loss grad_norm lr tokens",
     "round": "tokens train_loss train_loss_spread delta_norm delta_cosine skipped_steps dropped "
-    "sent_bytes received_bytes inner_s reduce_s outer_s eval_s save_s tokens_per_s resources_s",
+    "sent_bytes received_bytes link_bytes inner_s reduce_s outer_s eval_s save_s tokens_per_s resources_s",
     "eval": "tokens split loss perplexity bits_per_byte eval_s",
     "spectra": "matrices",
 }

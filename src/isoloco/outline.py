@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from . import model as models
-from .config import RunConfig, identity
+from ._version import __version__
+from .comm import Comm
+from .config import RunConfig, flat, identity
 from .data.feed import checksum, is_ready, open_run_data, vocabulary
 from .data.shards import Data
 from .data.tokenizer import bpe_size
@@ -41,6 +48,49 @@ def prepare_run(config: RunConfig) -> Prepared:
         each.check_vocab(meta.config.get_text_config().vocab_size)
         check_data(config, each, tokens=plan.tokens // len(data))
     return Prepared(config, data, plan, identity(config, data_checksum=checksum(data)))
+
+
+def get_ready(config: RunConfig) -> None:
+    """Prepare the data of a source, where that has not been done."""
+    if not is_ready(config):
+        open_run_data(config)
+
+
+def check_together(config: RunConfig, comm: Comm) -> None:
+    """Several processes train by one config with one version. ValueError names who has another, and where it differs.
+
+    What belongs to a machine may differ: threads, device.
+    """
+    mine = {key: value for key, value in flat(config).items() if key not in ("compute.threads", "compute.device")}
+    mine["version"] = __version__
+    everyone = comm.gather(mine)
+    for rank, theirs in enumerate(everyone):
+        told = [
+            f"{key} {theirs[key]!r} and not {value!r}" for key, value in everyone[0].items() if theirs[key] != value
+        ]
+        if told:
+            raise ValueError(
+                f"rank {rank} has another config than rank 0: {', '.join(told)}; start all with one config"
+            )
+
+
+def check_anchor(anchor: Mapping[str, Tensor], comm: Comm, *, round_number: int) -> None:
+    """All processes have the same anchor. ValueError names who has another, and the first tensor that differs."""
+    if comm.processes == 1:
+        return
+    everyone = comm.gather({name: digest_of(tensor) for name, tensor in anchor.items()})
+    for rank, theirs in enumerate(everyone):
+        if different := [name for name, found in everyone[0].items() if theirs.get(name) != found]:
+            raise ValueError(
+                f"after round {round_number} rank {rank} has another anchor than rank 0 in {different[0]} "
+                f"({len(different)} of {len(theirs)} tensors); go on from the last checkpoint: --resume"
+            )
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Checksum of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def outline_run(config: RunConfig) -> tuple[RunConfig, Plan, str]:

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .comm import Comm
 from .config import RunConfig
 from .plan import Plan, peak_flops
 from .roles import roles
 from .rules import bind_transform
+from .tracking import Follower, Tracker
 
 if TYPE_CHECKING:
     from .round import RoundState
-    from .tracking import Tracker
 
 SHOWN = 64  # singular values kept of a matrix
 
@@ -31,14 +32,17 @@ class Recorder:
 
     def __init__(
         self,
-        tracker: Tracker,
+        tracker: Tracker | Follower,
         *,
         config: RunConfig,
         plan: Plan,
         model: nn.Module,
         flops_per_token: float,
+        comm: Comm | None = None,
         hear: Callable[..., None] | None = None,
     ) -> None:
+        self.comm = comm or Comm()
+        self.spectra: dict[str, Any] = {}
         self.tracker, self.config, self.plan, self.hear = tracker, config, plan, hear
         self.flops_per_token = flops_per_token
         self.matrices = _some_matrices(model)
@@ -48,7 +52,9 @@ class Recorder:
 
     def observe(self, phase: str, **info: Any) -> None:
         """Hear every phase: write what is due, pass it on."""
-        if phase == "inner":
+        if phase in ("inner", "nonfinite") and self.comm.member:
+            pass  # the members of an island say the same: its first one is heard
+        elif phase == "inner":
             self._inner(**info)
         elif phase == "nonfinite":
             self.tracker.event("nonfinite", round=self.state.round + 1, **info)
@@ -56,9 +62,8 @@ class Recorder:
             every = self.config.log.spectra_every_rounds
             due = every and ((self.state.round + 1) % every == 0 or self.state.round + 1 == self.plan.rounds)
             if due and self.matrices:
-                matrices = {name: self._spectrum(info["deltas"][name]) for name in self.matrices}
-                step = self.state.step + self._round_steps
-                self.tracker.spectra(round=self.state.round + 1, step=step, matrices=matrices)
+                deltas = info["deltas"]  # of the parameters that this process owns
+                self.spectra = {name: self._spectrum(deltas[name]) for name in self.matrices if name in deltas}
         if self.hear:
             self.hear(phase, **info)
 
@@ -69,7 +74,7 @@ class Recorder:
 
     def _inner(self, *, worker: int, step: int, loss: float, grad_norm: float, lr: float) -> None:
         config, round_number, done = self.config, self.state.round + 1, step + 1
-        turns = 1 if config.is_dp else config.workers
+        turns = 1 if config.is_dp else config.workers // self.comm.islands
         self.tokens_done += self.step_tokens // turns
         if done % config.log.every_steps == 0:
             self.tracker.inner(
@@ -87,12 +92,27 @@ class Recorder:
         )
 
     def round(self, metrics: dict[str, Any], *, steps: int) -> None:
-        """A round's metrics, with tokens, speed and resources."""
+        """A round's metrics, with tokens, speed and resources; before them what the other processes have to tell."""
+        self.collect()
+        spectra = {name: found for each in self.comm.gather(self.spectra) for name, found in each.items()}
+        self.spectra = {}
+        if not isinstance(self.tracker, Tracker):
+            return
+        if spectra:
+            matrices = {name: spectra[name] for name in self.matrices}
+            self.tracker.spectra(round=metrics["round"], step=metrics["step"], matrices=matrices)
         seconds = metrics["inner_s"] + metrics.get("reduce_s", 0.0) + metrics.get("outer_s", 0.0)
         metrics["tokens"] = metrics["step"] * self.step_tokens
         metrics["tokens_per_s"] = steps * self.step_tokens / seconds
         metrics["resources_s"] = self._resources(metrics["tokens_per_s"])
         self.tracker.round(metrics)
+
+    def collect(self) -> None:
+        """Bring what the other processes were told to the first one's tracker."""
+        others = self.comm.gather(self.tracker.take() if isinstance(self.tracker, Follower) else [])
+        if isinstance(self.tracker, Tracker):
+            for told in others:
+                self.tracker.hear(told)
 
     def _resources(self, tokens_per_s: float) -> dict[str, float | None]:
         """Peak memory, and the share of the device's peak FLOP/s where that is known."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .comm import Comm
 from .config import RunConfig, flat, from_flat, options
 from .rundir import RunDir
 
@@ -52,7 +53,7 @@ def _dig(tree: Any, key: str) -> Any:
     return tree
 
 
-def resume_newest(config: RunConfig, identity: str) -> Resumed | None:
+def resume_newest(config: RunConfig, identity: str, comm: Comm) -> Resumed | None:
     """For ``--resume auto``: the newest run of the same identity that has not ended.
 
     One that has a checkpoint, if there is any; else the run begins again in the directory where it began.
@@ -65,30 +66,35 @@ def resume_newest(config: RunConfig, identity: str) -> Resumed | None:
     found = [run for run in found if run.manifest.get("identity") == identity and run.manifest["state"] != "finished"]
     for run in found:
         if newest(run.path) is not None:
-            return resume(run.path, config)
+            return resume(run.path, config, comm)
     return Resumed(found[0], None, {"state": {"step": 0}, "records": 0}) if found else None
 
 
-def newest(run: Path, *, previous: bool = False) -> Path | None:
-    """The last whole checkpoint of a run, or the one before it."""
-    from .checkpoint import whole
+def newest(run: Path, *, before: int = 0, comm: Comm | None = None) -> Path | None:
+    """The last whole checkpoint of a run, or the one so many before it; of those that the processes can go on from."""
+    from .saved import fits, read_manifest, whole
 
     found = whole(run / CHECKPOINTS)
-    wanted = 2 if previous else 1
-    return found[-wanted] if len(found) >= wanted else None
+    if comm is not None:
+        found = [path for path in found if fits(read_manifest(path), comm)]
+    return found[-1 - before] if len(found) > before else None
 
 
-def resume(run: str | Path, config: RunConfig, *, previous: bool = False) -> Resumed:
+def resume(run: str | Path, config: RunConfig, comm: Comm, *, previous: bool = False) -> Resumed:
     """Open a run to go on with under ``config`` (resolved), which may differ in what does not affect the result.
+
+    Processes that are laid out as they were go on from the last checkpoint, others from the last at the end of a round.
 
     Raises:
         ValueError: no run or checkpoint there; a file of it is missing or damaged; a config of another result.
     """
-    from .checkpoint import read_manifest, verify
+    from .saved import in_mid_round, read_manifest, verify
 
     run_dir = RunDir.open(run)
-    checkpoint = newest(run_dir.path, previous=previous)
+    checkpoint = newest(run_dir.path, before=int(previous), comm=comm)
     if checkpoint is None:
+        if newest(run_dir.path) is not None and not previous:
+            raise ValueError(f"{run}: all its checkpoints are in mid-round; go on with the processes that it had")
         if previous:
             raise ValueError(f"{run}: it has no checkpoint before the last one to go on from")
         command = run_dir.manifest.get("command", "its own command")
@@ -100,17 +106,17 @@ def resume(run: str | Path, config: RunConfig, *, previous: bool = False) -> Res
         told = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in refused)
         raise ValueError(f"{run}: a resumed run keeps what affects its result; {told}: drop these, or start a new run")
     manifest = read_manifest(checkpoint)
-    verify(checkpoint, manifest)
-    state = manifest["state"]
+    if comm.rank == 0:
+        verify(checkpoint, manifest)
     relaid = bool(changed & set(BUDGET))
-    if relaid and (state["hosted_index"] or state["turn"]["steps"]):
+    if relaid and in_mid_round(manifest):
         raise ValueError(f"{run}: stands in mid-round; let it end the round first (--resume without a new budget)")
     return Resumed(run_dir, checkpoint, manifest, relaid)
 
 
 def forget_after(resumed: Resumed) -> None:
     """Remove checkpoints that come after the one gone on from, and what a process that died has left half done."""
-    from .checkpoint import remove, whole
+    from .saved import remove, whole
 
     resumed.run_dir.sweep()
     folder = resumed.run_dir.path / CHECKPOINTS

@@ -173,6 +173,11 @@ class Tracker:
         self.screen.listing("Next", [("", command) for command in next_commands])
         self.screen.listing("Sample", [("", line) for line in (sample or "").strip().splitlines()])
 
+    def hear(self, told: list[tuple[str, dict[str, Any]]]) -> None:
+        """Records of another process (see `Follower`)."""
+        for kind, fields in told:
+            getattr(self, kind)(**fields)
+
     def figures(self) -> dict[str, Any]:
         """What the records add up to: losses best and last, perplexity, bits per byte, tokens, bytes, seconds."""
         best, last = self._best or {}, self._last or {}
@@ -288,6 +293,37 @@ class Tracker:
                 first = str(error).strip().split("\n")[0]
                 told = first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}"
                 self.run_dir.update(state="failed", error=told)
+
+
+class Follower:
+    """The tracker of every process but the first: it keeps what it is told for the tracker of the first."""
+
+    records = 0
+
+    def __init__(self, run_dir: RunDir, *, rank: int) -> None:
+        self.run_dir, self.rank = run_dir, rank
+        self._told: list[tuple[str, dict[str, Any]]] = []
+
+    def take(self) -> list[tuple[str, dict[str, Any]]]:
+        """What was told since this was last asked."""
+        told, self._told = self._told, []
+        return told
+
+    def inner(self, **fields: Any) -> None:
+        self._told.append(("inner", fields))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._told.append(("event", {"kind": kind, **fields}))
+
+    def warn(self, text: str) -> None:
+        console.Screen(quiet=True).warn(f"rank {self.rank}: {text}")
+
+    def progress(self, **_: Any) -> None: ...
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 def _short(value: Any) -> str:

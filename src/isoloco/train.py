@@ -15,20 +15,23 @@ from torch import Tensor
 from . import model as models
 from . import resume as resuming
 from .checkpoint import Checkpoints
-from .checkpoint import load as load_checkpoint
+from .comm import Comm, Signal, connect
 from .config import ModelConfig, RunConfig, flat, options, to_dict
 from .console import relative
 from .data.feed import checksum, reader, vocabulary
 from .evaluate import evaluate_data, sample
 from .loss import loss_function
-from .outline import Prepared, prepare_run
+from .outline import Prepared, check_anchor, check_together, get_ready, prepare_run
 from .plan import header_rows, training_rows
 from .presets import METHODS
 from .recorder import Recorder
 from .rundir import check_place
+from .saved import load as load_checkpoint
 from .shelf import make_shelf
 from .simulate import build_round, load_anchor
-from .tracking import RunDir, Tracker, read_metrics
+from .tracking import Follower, RunDir, Tracker, read_metrics
+
+AGREE_EVERY_ROUNDS = 10  # that all processes have the same anchor
 
 
 @dataclass
@@ -84,22 +87,42 @@ def train(
     Raises:
         ValueError: bad config or data, before anything is written.
     """
+    comm = connect(config)
+    try:
+        return _train(
+            config, comm, sources=sources or {}, resume=resume, previous=resume_from_previous,
+            quiet=quiet, stop=stop, observe=observe, command=command,
+        )  # fmt: skip
+    finally:
+        comm.close()
+
+
+def _train(
+    config: RunConfig,
+    comm: Comm,
+    *,
+    sources: dict[str, str],
+    resume: str | Path | None,
+    previous: bool,
+    **launch: Any,
+) -> TrainResult:
+    check_together(config, comm)
     if resume is None:
-        check_place(config)
-    prepared = prepare_run(config)
-    sources = _origins(config, prepared.config, sources or {})
+        comm.from_leader(lambda: check_place(config))
+    comm.from_leader(lambda: get_ready(config))  # one process prepares the data that all read
+    prepared = comm.together(lambda: prepare_run(config))
+    sources = _origins(config, prepared.config, sources)
     resumed = None
     if resume == "auto":
-        resumed = resuming.resume_newest(prepared.config, prepared.identity)
+        resumed = comm.together(lambda: resuming.resume_newest(prepared.config, prepared.identity, comm))
     elif resume is not None:
-        resumed = resuming.resume(resume, prepared.config, previous=resume_from_previous)
-    for data in prepared.data:
-        data.verify()
+        resumed = comm.together(lambda: resuming.resume(resume, prepared.config, comm, previous=previous))
+    comm.from_leader(lambda: [data.verify() for data in prepared.data] and None)
     torch.set_num_threads(prepared.config.compute.threads or torch.get_num_threads())
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or prepared.config.compute.deterministic)
     try:
-        return _Run(prepared, resumed, sources, quiet=quiet, stop=stop, observe=observe, command=command).loop()
+        return _Run(prepared, resumed, sources, comm, **launch).loop()
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -112,6 +135,7 @@ class _Run:
         prepared: Prepared,
         resumed: resuming.Resumed | None,
         sources: dict[str, str],
+        comm: Comm,
         *,
         quiet: bool,
         stop: Callable[[], str | bool],
@@ -119,53 +143,42 @@ class _Run:
         command: str | None,
     ) -> None:
         self.config, self.plan, self.data = prepared.config, prepared.plan, prepared.data
-        self.stop_asked, self.stopped = stop, ""
+        self.comm, self.stop_asked, self.stopped = comm, stop, ""
         config, plan, data = self.config, self.plan, self.data
         vocab, device = vocabulary(data), config.compute.device
         if resumed is not None and resumed.is_done(plan.steps):
             raise ValueError(f"{resumed.run_dir.path}: its budget of {plan.steps:,} steps is used up; raise the budget")
         stored = resumed and resumed.checkpoint
-        weights = replace(config, model=_stored_model(config, stored / "anchor")) if stored else config
-        self.model = models.build(weights, vocab_size=vocab, eos_id=data[0].eos_id, device=device)
-        if config.compute.activation_checkpointing:
-            models.checkpoint_activations(self.model)
         loss, read = loss_function(config), reader(config, data)
-        models.check_buffers(self.model, loss, read(0, 0)[0][:1])
-        if resumed is None:
-            self.run_dir = RunDir.create(config, data_checksum=checksum(data))
-            self.run_dir.update(parameters=plan.parameters)
-            if command:
-                self.run_dir.update(command=command)
-        else:
-            self.run_dir = resumed.run_dir
-            resuming.forget_after(resumed)
-        self.shelf = make_shelf(
-            config.compute.worker_state, folder=self.run_dir.path / "workers", device=device,
-            workers=range(config.workers),
-        )  # fmt: skip
+        self.model = comm.together(lambda: self._build_model(stored, loss, read))
+        path = comm.from_leader(lambda: str(self._take_place(resumed, command, sources)))
+        self.run_dir = RunDir.open(path)
+        hosted = [0] if config.is_dp else comm.hosted(config.workers)
+        folder = self.run_dir.path / ("workers" + f"-{comm.member}" * (comm.member > 0))
+        self.shelf = make_shelf(config.compute.worker_state, folder=folder, device=device, workers=hosted)
         state = None
-        if resumed is not None and stored:
-            state = load_checkpoint(stored, device=device, shelf=self.shelf)
+        if stored:
+            state = comm.together(
+                lambda: load_checkpoint(stored, workers=hosted, device=device, shelf=self.shelf, comm=comm)
+            )
             state.anchor = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
-        self.run_dir.write_config(to_dict(config), sources)
-        self.tracker = Tracker(
-            self.run_dir, config=config, total_rounds=plan.rounds, total_steps=plan.steps, quiet=quiet,
-            resume=resumed is not None,
-        )  # fmt: skip
+        self.tracker = comm.together(lambda: self._tracker(resumed, quiet=quiet))
         self.checkpoints = Checkpoints(
-            self.run_dir.path / resuming.CHECKPOINTS, keep_last=config.checkpoint.keep_last, warn=self.tracker.warn
+            self.run_dir.path / resuming.CHECKPOINTS,
+            keep_last=config.checkpoint.keep_last,
+            warn=self.tracker.warn,
+            comm=comm,
         )
-        if resumed is not None:
-            self.tracker.truncate(resumed.manifest["state"]["step"], records=resumed.manifest["records"])
         self.recorder = Recorder(
-            self.tracker, config=config, plan=plan, model=self.model, hear=observe,
+            self.tracker, config=config, plan=plan, model=self.model, hear=observe, comm=comm,
             flops_per_token=models.flops_per_token(config, vocab),
         )  # fmt: skip
         self.training, self.state = build_round(
             self.model, loss, read, config=config, total_steps=plan.steps, weight_fn=_predicted_tokens,
-            observe=self._observe, stop=self._stop, state=state, shelf=self.shelf,
+            observe=self._observe, stop=self._stop, state=state, shelf=self.shelf, comm=comm,
         )  # fmt: skip
         self.recorder.state = self.state
+        check_anchor(self.state.anchor, comm, round_number=self.state.round)
         rows = header_rows(config, plan, data_path=data[0].path) + training_rows(self.training)
         if resumed is not None:
             anew = ", its schedule laid anew over the new budget" if resumed.relaid else ""
@@ -175,7 +188,42 @@ class _Run:
                 self.tracker.warn(
                     f"resumed with {config.compute.threads} threads after {threads}: sums may round apart"
                 )
-        self.tracker.header(rows, sources)
+        if isinstance(self.tracker, Tracker):
+            self.tracker.header(rows, sources)
+
+    def _build_model(self, stored: Path | None, loss: Any, read: Any) -> Any:
+        """The live model, checked for what cannot be trained."""
+        config, data = self.config, self.data
+        weights = replace(config, model=_stored_model(config, stored / "anchor")) if stored else config
+        model = models.build(weights, vocab_size=vocabulary(data), eos_id=data[0].eos_id, device=config.compute.device)
+        if config.compute.activation_checkpointing:
+            models.checkpoint_activations(model)
+        models.check_buffers(model, loss, read(0, 0)[0][:1])
+        return model
+
+    def _take_place(self, resumed: resuming.Resumed | None, command: str | None, sources: dict[str, str]) -> Path:
+        """The run directory, made or cleared of what comes after the checkpoint, with the config as resolved."""
+        if resumed is not None:
+            run_dir = resumed.run_dir
+            resuming.forget_after(resumed)
+        else:
+            run_dir = RunDir.create(self.config, data_checksum=checksum(self.data))
+            run_dir.update(parameters=self.plan.parameters, processes=self.comm.processes)
+            if command:
+                run_dir.update(command=command)
+        run_dir.write_config(to_dict(self.config), sources)
+        return run_dir.path
+
+    def _tracker(self, resumed: resuming.Resumed | None, *, quiet: bool) -> Tracker | Follower:
+        if self.comm.rank:
+            return Follower(self.run_dir, rank=self.comm.rank)
+        tracker = Tracker(
+            self.run_dir, config=self.config, total_rounds=self.plan.rounds, total_steps=self.plan.steps, quiet=quiet,
+            resume=resumed is not None,
+        )  # fmt: skip
+        if resumed is not None:
+            tracker.truncate(resumed.manifest["state"]["step"], records=resumed.manifest["records"])
+        return tracker
 
     def loop(self) -> TrainResult:
         """Round after round; evaluated and saved when that is due."""
@@ -189,12 +237,16 @@ class _Run:
                         break
                     metrics["save_s"] = self.checkpoints.stalled_s()
                     self.recorder.round(metrics, steps=steps)
+                    if _due(state.round, AGREE_EVERY_ROUNDS):
+                        check_anchor(state.anchor, self.comm, round_number=state.round)
                     last = state.step == self.plan.steps
                     if last or _due(state.round, config.eval.every_rounds):
                         self._evaluate()
                     if last or _due(state.round, config.checkpoint.every_rounds):
                         self._save()
+                self.stopped = max(self.comm.gather(self.stopped))  # whoever heard the signal
                 if self.stopped:
+                    self.recorder.collect()
                     self._save(due=False)
             finally:
                 self.checkpoints.close()
@@ -215,8 +267,9 @@ class _Run:
         """Begin a checkpoint. Of one that is not due no record remains once the run goes on: it might not have been."""
         self._observe("checkpoint", round=self.state.round)
         kept = self.tracker.records + due
-        self.tracker.event("checkpoint", round=self.state.round, step=self.state.step)
-        self.tracker.sync()
+        if isinstance(self.tracker, Tracker):
+            self.tracker.event("checkpoint", round=self.state.round, step=self.state.step)
+            self.tracker.sync()
         card = f"Anchor after {self.state.round} rounds of a run of isoloco.\n"
         anchor, tokenizer_dir = dict(self.state.anchor), self.data[0].tokenizer_dir
         facts = {"records": kept, "threads": self.config.compute.threads}
@@ -232,6 +285,9 @@ class _Run:
         return self.state.step + (self.state.turn.steps if self.config.is_dp else 0)
 
     def _evaluate(self) -> None:
+        """The first process evaluates; the others may go on."""
+        if not isinstance(self.tracker, Tracker):
+            return
         started = time.perf_counter()
         self._observe("eval", round=self.state.round)
         load_anchor(self.model, self.state.anchor)
@@ -251,10 +307,13 @@ class _Run:
         """The model on disk, the manifest's summary, and what a person wants to see at the end."""
         run_dir = self.run_dir
         ended = "finished" if self.state.step == self.plan.steps else "stopped"
-        if self.stopped != "requeue":
-            self._leave_model()
-        else:
-            run_dir.update(state=ended)
+        if isinstance(self.tracker, Tracker):
+            if self.stopped != "requeue":
+                self._leave_model(self.tracker)
+            else:
+                run_dir.update(state=ended)
+        self.comm.agree(Signal.RUN)  # the others read what the first has written
+        run_dir = RunDir.open(run_dir.path)
         records = read_metrics(run_dir.path)
         rounds = [r for r in records if r["kind"] == "round"]
         return TrainResult(
@@ -267,14 +326,14 @@ class _Run:
             rounds=rounds,
         )
 
-    def _leave_model(self) -> None:
+    def _leave_model(self, tracker: Tracker) -> None:
         config, state, run_dir = self.config, self.state, self.run_dir
         evaluated = [r for r in read_metrics(run_dir.path) if r["kind"] == "eval"]
         if not evaluated or evaluated[-1]["step"] != self._anchor_step:
             self._evaluate()
         load_anchor(self.model, state.anchor)
         tokenizer_dir = self.data[0].tokenizer_dir
-        loss = self.tracker.figures()["valid_loss_last"]
+        loss = tracker.figures()["valid_loss_last"]
         card = _model_card(config, tokens=self._anchor_step * self.recorder.step_tokens, loss=loss)
         directory = models.export(
             self.model, state.anchor, run_dir.path / "model", tokenizer_dir=tokenizer_dir, card=card
@@ -300,7 +359,7 @@ class _Run:
             "wire_bytes_per_worker": self.plan.round_bytes * state.round,
         }
         files = [("model", directory), ("metrics", run_dir.path / "metrics.jsonl")]
-        self.tracker.finish(summary, files=files, sample=text, next_commands=following)
+        tracker.finish(summary, files=files, sample=text, next_commands=following)
 
 
 def _due(round_number: int, every: int) -> bool:
