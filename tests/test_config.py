@@ -102,6 +102,8 @@ def test_identity_follows_what_affects_the_result_or_the_schedule(key):
             base = {k: v for k, v in base.items() if k not in group}
     if key == "data.per_worker":
         base["workers"] = 2
+    if key == "data.text_field":
+        base["data.source"] = "x.jsonl"
     before = identity(from_flat(base), data_checksum="x")
     changed = from_flat({**base, key: other(key)})
     assert get(changed, key) != get(from_flat(base), key)
@@ -227,6 +229,20 @@ def test_of_some_options_one_may_be_set(group):
         ({"data.per_worker": ["a"], "data.source": None}, "1 directories for 2 workers"),
         ({"data.valid_tokens": 0.5, "data.test_tokens": 0.5}, "nothing is left"),
         ({"data.path": "d", "data.tokenizer": "t"}, "data.tokenizer is for a data.source"),
+        ({"data.path": "d", "data.valid_tokens": 0.2}, "data.valid_tokens is for a data.source"),
+        ({"data.text_field": "body"}, "data.text_field is for files and datasets with fields, not corpus:sotu"),
+        ({"method": "dp", "comm.wire": "int8"}, "method dp has no outer step: it takes no comm.wire"),
+        ({"method": "dp", "compute.worker_state": "disk"}, "it takes no compute.worker_state"),
+        ({"outer.optimizer": "adamw", "outer.momentum": 0.9}, "outer.momentum is for outer.optimizer sgd, not adamw"),
+        ({"outer.optimizer": "adamw", "outer.nesterov": True}, "outer.nesterov is for outer.optimizer sgd"),
+        ({"method": "iso_c", "outer.nesterov": True}, "outer.nesterov is for outer.momentum above 0"),
+        ({"method": "iso_c", "transform.at": "update"}, "transform.at is for outer.momentum above 0"),
+        ({"method": "diloco", "transform.at": "update"}, "transform.at is for a transform, and transform.name is none"),
+        ({"method": "ties", "transform.exclude": ["head"]}, "transform.exclude is for a transform"),
+        ({"seed": 2**63}, "seed: got 9223372036854775808, takes less than"),
+        ({"compute.threads": 10**6}, "compute.threads: got 1000000, takes 1 to 1024"),
+        ({"global_batch_size": 10**12}, "takes 1 to 1,000,000,000"),
+        ({"comm.timeout_s": 1e300}, "takes more than zero and at most 1e8"),
         ({"on_nonfinite": "ignore"}, "skip, abort"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -325,7 +341,7 @@ def test_every_recipe_takes_every_method(recipe, method):
 
 
 def test_the_resolved_config_is_a_recipe_that_gives_it_again(write):
-    config, _ = command("quickstart --method ties --outer.lr 0.9 --transform.exclude head")
+    config, _ = command("quickstart --method iso_c --outer.lr 0.9 --transform.exclude head")
     again, _ = command(write(yaml.safe_dump(to_dict(config))))
     assert again == config
 

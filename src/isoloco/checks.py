@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
-from .config import ONE_OF, MuonConfig, RunConfig, get, options, put, unknown
+from .config import ONE_OF, MuonConfig, RunConfig, flat, get, options, put, unknown
 from .presets import METHODS, MODELS
 
 
@@ -18,13 +19,16 @@ def complete(config: RunConfig) -> None:
         ValueError: what it got, what it takes, what to do.
     """
     _check_types(config)
+    given = flat(config)
     _apply_preset(config)
     _check_values(config)
+    _refuse_ignored(config, given)
 
 
 def divisors(n: int) -> list[int]:
     """All of them, in order."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def _check_types(config: Any, prefix: str = "") -> None:
@@ -100,7 +104,8 @@ def _apply_preset(config: RunConfig) -> None:
     if config.is_dp:
         known = options()
         outer_keys = [key for key in known if key.split(".")[0] in ("reduce", "transform", "outer")]
-        if given := [key for key in outer_keys if get(config, key) != known[key].default]:
+        outer_keys += ["comm.wire", "compute.worker_state"]  # of which device is what auto becomes
+        if given := [key for key in outer_keys if get(config, key) not in (known[key].default, "device")]:
             raise ValueError(
                 f"method dp has no outer step: it takes no {', '.join(given)}; drop them or choose another method"
             )
@@ -133,6 +138,28 @@ def _apply_preset(config: RunConfig) -> None:
         config.micro_batch_size = max(d for d in divisors(share) if d <= 32)
 
 
+def _refuse_ignored(config: RunConfig, given: dict[str, Any]) -> None:
+    """Options that were ``given`` and would change nothing, here and now, are mistakes."""
+    outer, data, known = config.outer, config.data, options()
+    prepared, named = data.source is None, (data.source or "").startswith("corpus:")
+    plain = outer.optimizer == "sgd" and not outer.momentum
+    none = {"outer.momentum": 0.0, "outer.nesterov": False}  # what a resolved config says where there is none
+    unused = [
+        (("outer.momentum", "outer.nesterov"), outer.optimizer == "adamw", "outer.optimizer sgd, not adamw"),
+        (("outer.nesterov",), plain, "outer.momentum above 0"),
+        (("transform.at",), plain, "outer.momentum above 0: without it, before and after it are the same"),
+        (("transform.at", "transform.exclude"), config.transform.name == "none",
+         "a transform, and transform.name is none"),
+        (("data.tokenizer", "data.max_tokens", "data.text_field", "data.valid_tokens", "data.test_tokens"), prepared,
+         "a data.source; prepared shards have their own"),
+        (("data.text_field",), named, f"files and datasets with fields, not {data.source}"),
+    ]  # fmt: skip
+    for keys, useless, what in unused:
+        for key in keys if useless else ():
+            if given[key] not in (known[key].default, none.get(key)):
+                raise ValueError(f"{key} is for {what}; it would change nothing here, drop it")
+
+
 def _check_values(config: RunConfig) -> None:
     """Everything that can be told without torch, data or a device."""
     for group in ONE_OF:
@@ -141,7 +168,6 @@ def _check_values(config: RunConfig) -> None:
     for key in (
         "workers",
         "sync_every",
-        "global_batch_size",
         "log.every_steps",
         "compute.processes_per_worker",
         "checkpoint.keep_last",
@@ -155,8 +181,11 @@ def _check_values(config: RunConfig) -> None:
         _require(config, key, lambda v: v >= 0 and v != float("inf"), "zero or more")
     for key in ("budget.tokens_per_parameter", "outer.lr"):
         _require(config, key, lambda v: v is None or 0 < v < float("inf"), "more than zero")
-    for key in ("data.epochs", "comm.timeout_s"):
-        _require(config, key, lambda v: v > 0, "more than zero")
+    _require(config, "data.epochs", lambda v: v > 0, "more than zero")
+    _require(config, "comm.timeout_s", lambda v: 0 < v <= 1e8, "more than zero and at most 1e8")
+    _require(config, "global_batch_size", lambda v: 1 <= v <= 10**9, "1 to 1,000,000,000")
+    _require(config, "compute.threads", lambda v: v is None or v <= 1024, "1 to 1024")
+    _require(config, "seed", lambda v: v < 2**63, "less than 2^63")
     for key in ("inner.warmup_start", "inner.final_frac", "inner.warmup_frac"):
         _require(config, key, lambda v: 0 <= v <= 1, "between 0 and 1")
     for key in ("outer.momentum", "inner.muon.momentum"):
@@ -170,9 +199,6 @@ def _check_values(config: RunConfig) -> None:
         and config.data.valid_tokens + config.data.test_tokens >= 1
     ):
         raise ValueError("data.valid_tokens and data.test_tokens take all documents: nothing is left to train on")
-    for key in ("data.tokenizer", "data.max_tokens"):
-        if config.data.source is None and get(config, key) is not None:
-            raise ValueError(f"{key} is for a data.source; prepared shards have their own")
     if config.model.preset is not None and config.model.preset not in MODELS:
         raise ValueError(unknown("model.preset", config.model.preset, MODELS))
     roles = ("matrix", "embedding", "head", "vector")

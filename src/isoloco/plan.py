@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from .codec import WIRE_BYTES
 from .config import RunConfig
 from .console import size
-from .simulate import round_steps
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +168,7 @@ def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int) -
     if not config.is_dp:
         held += 8 * trainable + momentum + adam
         held += _delta_copies(config) * 4 * trainable
-    rounds = len(round_steps(steps, config.sync_every))
+    rounds = -(-steps // config.sync_every)
     per_element = WIRE_BYTES[config.comm.wire] if not config.is_dp else 4.0
     channels = 1 if config.workers > 1 else 0
     # owner computes: deltas go to the owners and the anchor comes back, 2 N (W - 1) / W elements each way

@@ -119,7 +119,8 @@ def build_config(
     given = dict(given)
     superseded = [key for group in ONE_OF if any(key in given for key in group) for key in group]
     if given.get("data.path") or given.get("data.per_worker"):
-        superseded += ["data.tokenizer", "data.max_tokens"]  # prepared shards have their own
+        # prepared shards have their own
+        superseded += ["data.tokenizer", "data.max_tokens", "data.text_field", "data.valid_tokens", "data.test_tokens"]
     for rule in ("reduce", "transform"):
         if f"{rule}.name" in given:
             superseded.append(f"{rule}.options")  # another rule's options
