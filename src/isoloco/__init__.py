@@ -18,12 +18,14 @@ _PUBLIC = {
     "simulate": "simulate",
     "OuterOptimizer": "outer",
     "IsoLoCo": "outer",
+    "DiLoCo": "loop",
 }
 
-__all__ = ["IsoLoCo", "OuterOptimizer", "RunConfig", "__version__", "merge", "simulate", "train"]
+__all__ = ["DiLoCo", "IsoLoCo", "OuterOptimizer", "RunConfig", "__version__", "merge", "simulate", "train"]
 
 if TYPE_CHECKING:
     from .config import RunConfig
+    from .loop import DiLoCo
     from .merging.tensors import merge
     from .outer import IsoLoCo, OuterOptimizer
     from .simulate import simulate

@@ -104,7 +104,7 @@ class Recipe:
         own = settings["expert_options"] or [{}] * self.experts
         if len(own) != self.experts:
             raise ValueError(f"expert_options: got {len(own)}, takes one mapping for each of {self.experts} experts")
-        reduces = tuple(_reduce(rule, {**options, **more}) for more in own)
+        reduces = tuple(as_reduce(rule, {**options, **more}) for more in own)
         if any(own) and not (reduces[0].additive and len({reduce.channels for reduce in reduces}) == 1):
             raise ValueError(f"expert_options: {reduces[0].name} takes the same options for all experts")
         rule, options = settings["transform"]
@@ -174,7 +174,8 @@ def _matching(where: Mapping[str, Overrides], roles: Mapping[str, str]) -> Calla
     return overrides
 
 
-def _reduce(rule: Any, options: Mapping[str, Any]) -> Reduce:
+def as_reduce(rule: Any, options: Mapping[str, Any]) -> Reduce:
+    """A reduce by name or as a function, with its options."""
     if isinstance(rule, str):
         return bind_reduce(rule, options)
     bound = bind(rule, options)
