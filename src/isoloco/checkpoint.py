@@ -30,12 +30,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .comm import Comm
+from .files import digest, seal
 from .round import RoundState
 from .saved import (
     FORMAT,
     MANIFEST,
     checkpoint_name,
-    digest,
     file_versions,
     of_rank,
     plain_state,
@@ -71,7 +71,7 @@ class Checkpoints:
         rank = self.comm.rank
         # whoever is furthest gives the name; nobody goes on before all have the checkpoint before behind them
         name, versions = max(self.comm.gather(checkpoint_name(state))), file_versions(state, self.comm)
-        if (self.folder / name / MANIFEST).is_file():  # a stop right after a save: nothing has changed
+        if (self.folder / name).is_dir():  # a stop right after a save: nothing has changed
             return
         before = next(reversed(whole(self.folder)), None)
         directory = self.folder / f".{name}.partial"
@@ -165,7 +165,10 @@ class _Writing:
             "format": FORMAT, **facts, "processes": comm.processes, "islands": comm.islands,
             "state": plain, "files": {},
         }  # fmt: skip
-        self.old = read_manifest(before)["files"] if before else {}
+        self.old: dict[str, Any] = {}
+        if before is not None:
+            with contextlib.suppress(ValueError):  # damaged since it was written: there is nothing to link to
+                self.old = read_manifest(before)["files"]
 
     def begin(self) -> None:
         if self.comm.processes == 1:
@@ -180,11 +183,15 @@ class _Writing:
             n: f for n, f in self.old.items() if (n == file or n.startswith(file + "/")) and f["version"] == version
         }
         if unchanged and self.before is not None:
-            for name, entry in unchanged.items():
-                (self.directory / name).parent.mkdir(exist_ok=True)
-                os.link(self.before / name, self.directory / name)
-                self.manifest["files"][name] = entry
-            return
+            try:
+                for name in unchanged:
+                    (self.directory / name).parent.mkdir(exist_ok=True)
+                    os.link(self.before / name, self.directory / name)
+                self.manifest["files"] |= unchanged
+                return
+            except OSError:  # it is gone, or this file system has no links: written anew
+                for name in unchanged:
+                    (self.directory / name).unlink(missing_ok=True)
         write(self.directory / file)
         for path in _files(self.directory / file):
             name = path.relative_to(self.directory).as_posix()
@@ -223,7 +230,7 @@ class _Writing:
         if self.comm.processes > 1:
             self._collect()
         path = self.directory / MANIFEST
-        path.write_text(json.dumps(self.manifest), "utf-8")
+        path.write_text(json.dumps(seal(self.manifest)), "utf-8")
         _to_disk(path)
         for folder in {p.parent for p in _files(self.directory)}:
             _to_disk(folder)

@@ -41,6 +41,8 @@ is before any training); ``tokens`` are those read by all workers together, up t
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import time
@@ -93,6 +95,19 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def check_records(path: Path, mark: dict[str, Any]) -> None:
+    """ValueError where a metrics.jsonl does not begin with the records of a `Metrics.mark`; one that is gone passes."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        found = hashlib.blake2b(b"".join(itertools.islice(file, mark["records"])), digest_size=16)
+    if found.hexdigest() != mark["metrics"]:
+        raise ValueError(
+            f"{path} is damaged: its first {mark['records']} records are not those of the checkpoint; move it away to "
+            "go on without them"
+        )
+
+
 def comparable(value: Any) -> Any:
     """A record (or any part of it) without the fields that differ between two equal runs."""
     if isinstance(value, dict):
@@ -127,13 +142,16 @@ class Metrics:
 
     def _open(self) -> None:
         self.records = len(read_metrics(self._path))
+        self._hash = hashlib.blake2b(self._path.read_bytes() if self._path.exists() else b"", digest_size=16)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         self._good_bytes = self._file.seek(0, os.SEEK_END)
         self._waiting = b""
 
     def append(self, found: dict[str, Any]) -> OSError | None:
         """Write a record; returns the error that kept it from being written, if there was one."""
-        self._waiting += _line(found)
+        line = _line(found)
+        self._waiting += line
+        self._hash.update(line)
         self.records += 1
         return self.flush()
 
@@ -156,6 +174,10 @@ class Metrics:
         self._file.close()
         write_whole(self._path, b"".join(map(_line, records)).decode())
         self._open()
+
+    def mark(self) -> dict[str, Any]:
+        """What there is so far: how many records, and their checksum. See `check_records`."""
+        return {"records": self.records, "metrics": self._hash.hexdigest()}
 
     def sync(self) -> None:
         """Force what was written to the disk."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .comm import Comm
 from .config import RunConfig, flat, from_flat, options
 from .rundir import RunDir
+
+if TYPE_CHECKING:
+    from .outline import Prepared
 
 CHECKPOINTS = "checkpoints"
 BUDGET = ("budget.tokens", "budget.steps", "budget.tokens_per_parameter")
@@ -42,7 +46,7 @@ def read_config(path: Path) -> RunConfig:
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
         values = {key: _dig(tree, key) for key in options()}
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}): it is not the config that a run wrote") from None
     return from_flat(values)
 
@@ -53,65 +57,104 @@ def _dig(tree: Any, key: str) -> Any:
     return tree
 
 
-def resume_newest(config: RunConfig, identity: str, comm: Comm) -> Resumed | None:
+def resume_newest(prepared: Prepared, comm: Comm) -> Resumed | None:
     """For ``--resume auto``: the newest run of the same identity that has not ended.
 
     One that has a checkpoint, if there is any; else the run begins again in the directory where it began.
     """
+    config = prepared.config
     if config.out_dir is not None:
         places = [Path(config.out_dir)]
     else:
         places = sorted(Path("runs").glob(f"{config.name}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
     found = [RunDir.open(place) for place in places if (place / "run.json").is_file()]
-    found = [run for run in found if run.manifest.get("identity") == identity and run.manifest["state"] != "finished"]
+    found = [
+        run
+        for run in found
+        if run.manifest.get("identity") == prepared.identity and run.manifest["state"] != "finished"
+    ]
     for run in found:
-        if newest(run.path) is not None:
-            return resume(run.path, config, comm)
+        if _checkpoints(run.path):
+            return resume(run.path, prepared, comm)
     return Resumed(found[0], None, {"state": {"step": 0}, "records": 0}) if found else None
 
 
-def newest(run: Path, *, before: int = 0, comm: Comm | None = None) -> Path | None:
-    """The last whole checkpoint of a run, or the one so many before it; of those that the processes can go on from."""
+def _checkpoints(run: Path, comm: Comm | None = None) -> list[Path]:
+    """The checkpoints of a run, oldest first; of those that the processes can go on from, and damaged ones."""
     from .saved import fits, read_manifest, whole
 
-    found = whole(run / CHECKPOINTS)
-    if comm is not None:
-        found = [path for path in found if fits(read_manifest(path), comm)]
-    return found[-1 - before] if len(found) > before else None
+    def usable(path: Path) -> bool:
+        try:
+            return comm is None or fits(read_manifest(path), comm)
+        except ValueError:  # told when its turn comes
+            return True
+
+    return [path for path in whole(run / CHECKPOINTS) if usable(path)]
 
 
-def resume(run: str | Path, config: RunConfig, comm: Comm, *, previous: bool = False) -> Resumed:
-    """Open a run to go on with under ``config`` (resolved), which may differ in what does not affect the result.
+def resume(run: str | Path, prepared: Prepared, comm: Comm, *, previous: bool = False) -> Resumed:
+    """Open a run to go on with under a resolved config, which may differ in what does not affect the result.
 
     Processes that are laid out as they were go on from the last checkpoint, others from the last at the end of a round.
 
     Raises:
-        ValueError: no run or checkpoint there; a file of it is missing or damaged; a config of another result.
+        ValueError: no run or checkpoint there; a file of it is missing or damaged; a config or data of another result.
     """
-    from .saved import in_mid_round, read_manifest, verify
+    from .data.feed import checksum
+    from .metrics import check_records
+    from .saved import in_mid_round
 
     run_dir = RunDir.open(run)
-    checkpoint = newest(run_dir.path, before=int(previous), comm=comm)
-    if checkpoint is None:
-        if newest(run_dir.path) is not None and not previous:
-            raise ValueError(f"{run}: all its checkpoints are in mid-round; go on with the processes that it had")
+    found = _checkpoints(run_dir.path, comm)
+    if len(found) < 1 + previous:
         if previous:
             raise ValueError(f"{run}: it has no checkpoint before the last one to go on from")
+        if _checkpoints(run_dir.path):
+            raise ValueError(f"{run}: all its checkpoints are in mid-round; go on with the processes that it had")
         command = run_dir.manifest.get("command", "its own command")
         raise ValueError(f"{run}: it has no checkpoint yet; to start it over in its place: {command} --resume auto")
-    old, known = flat(config_of(run)), options()
-    new = flat(config)
-    changed = {key for key in new if new[key] != old[key] and known[key].affects != "nothing"}
+    *earlier, checkpoint = found[:-1] if previous else found
+    try:
+        manifest = _verified(checkpoint, comm)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_instead(earlier, comm, previous=previous)}") from None
+    old, new, known = manifest["config"], json.loads(json.dumps(flat(prepared.config))), options()
+    changed = {k for k in new if new[k] != old.get(k, known[k].default) and known[k].affects != "nothing"}
     if refused := sorted(changed - set(BUDGET)):
-        told = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in refused)
-        raise ValueError(f"{run}: a resumed run keeps what affects its result; {told}: drop these, or start a new run")
-    manifest = read_manifest(checkpoint)
+        told = ", ".join(f"{key} {old.get(key)!r} -> {new[key]!r}" for key in refused)
+        where = "drop these (from the command line or its config.yaml)"
+        raise ValueError(f"{run}: a resumed run keeps what affects its result; {told}: {where}, or start a new run")
+    if manifest["data"] != checksum(prepared.data):
+        raise ValueError(f"{run}: its data is another one since {checkpoint.name}; bring it back, or start a new run")
     if comm.rank == 0:
-        verify(checkpoint, manifest)
+        check_records(run_dir.path / "metrics.jsonl", manifest)
     relaid = bool(changed & set(BUDGET))
     if relaid and in_mid_round(manifest):
         raise ValueError(f"{run}: stands in mid-round; let it end the round first (--resume without a new budget)")
     return Resumed(run_dir, checkpoint, manifest, relaid)
+
+
+def _verified(checkpoint: Path, comm: Comm) -> dict[str, Any]:
+    """The manifest of a checkpoint; the first process compares every file with it."""
+    from .saved import read_manifest, verify
+
+    manifest = read_manifest(checkpoint)
+    if comm.rank == 0:
+        verify(checkpoint, manifest)
+    return manifest
+
+
+def _instead(earlier: list[Path], comm: Comm, *, previous: bool) -> str:
+    """What is left to go on from where a checkpoint is damaged."""
+    for number, path in enumerate(reversed(earlier)):
+        try:
+            _verified(path, comm)
+        except ValueError:
+            continue
+        if number or previous:
+            return f"{path} is whole: move away the ones after it, and go on from there"
+        return "go on from the checkpoint before it: --resume-from-previous"
+    return "no other checkpoint is whole: start the run again"
 
 
 def forget_after(resumed: Resumed) -> None:

@@ -6,7 +6,6 @@ The layout of the directory is told in `isoloco.checkpoint`, which writes it.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -15,24 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from .comm import Comm
+from .files import check_inside, check_name, digest, unseal
 from .round import Part, RoundState
-from .shelf import DiskShelf, Shelf
+from .shelf import DiskShelf, Shelf, load_tensors
 from .worker import Turn, WorkerState, from_names
 
 MANIFEST = "manifest.json"
-FORMAT = "isoloco checkpoint 1"
+FORMAT = "isoloco checkpoint 2"
 
 
 def whole(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Checkpoints, oldest first: each was whole when it got its name."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.name.startswith("r") and (path / MANIFEST).is_file())
+    return sorted(path for path in folder.iterdir() if path.name.startswith("r") and path.is_dir())
 
 
 def remove(checkpoint: Path) -> None:
@@ -126,13 +124,13 @@ def load(
         if isinstance(shelf, DiskShelf):
             worker = shelf.adopt(number, path)
         else:
-            worker = WorkerState.from_tensors(_load(path, device))
+            worker = WorkerState.from_tensors(load_tensors(path, device))
         worker.version = plain["versions"][str(number)]
         found[number] = worker
     outer: dict[str, Tensor] = {}
     for name in files:
         if name.startswith("outer"):  # of every owner: who owns what may have changed
-            outer |= _load(checkpoint / name, device)
+            outer |= load_tensors(checkpoint / name, device)
     state = RoundState(
         anchor={},
         workers=found,
@@ -145,7 +143,7 @@ def load(
         dropped=list(own["dropped"]),
     )
     if mid_round and of_rank("round", rank) in files:
-        _load_round(_load(checkpoint / of_rank("round", rank), device), state)
+        _load_round(load_tensors(checkpoint / of_rank("round", rank), device), state)
     return state
 
 
@@ -164,15 +162,18 @@ def _load_round(tensors: dict[str, Tensor], state: RoundState) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's manifest. ValueError where it is missing or is none."""
+    """A checkpoint's manifest. ValueError where it is missing, damaged, or names files elsewhere."""
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text("utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"{path} has format {manifest['format']!r}, this version reads {FORMAT!r}")
+        manifest = unseal(manifest, path)
+        for part in "/".join(manifest["files"]).split("/"):
+            check_name(part, path)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: no whole checkpoint lies there") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__})") from None
     return manifest
 
@@ -182,18 +183,7 @@ def verify(checkpoint: Path, manifest: dict[str, Any]) -> None:
     for name, entry in manifest["files"].items():
         path = checkpoint / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing; go on from the checkpoint before it: --resume-from-previous")
+            raise ValueError(f"{path} is missing")
+        check_inside(path, checkpoint)
         if path.stat().st_size != entry["bytes"] or digest(path) != entry["blake2b"]:
-            raise ValueError(f"{path} is damaged; go on from the checkpoint before it: --resume-from-previous")
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _load(path: Path, device: str | torch.device) -> dict[str, Tensor]:
-    try:
-        return load_file(path, device=str(device))
-    except (SafetensorError, FileNotFoundError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+            raise ValueError(f"{path} is damaged: it is not what was written")

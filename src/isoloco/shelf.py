@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .files import digest
 from .worker import WorkerState
 
 
@@ -55,10 +57,13 @@ class DiskShelf(Shelf):
         self._remove()
         self._serial = itertools.count()
         self._files: dict[int, Path] = {}
+        self._digests: dict[Path, str] = {}
 
     def take(self, state: WorkerState) -> None:
         if state.file is not None:
-            found = WorkerState.from_tensors(load_file(state.file, device=str(self.device)))
+            if state.file.is_file() and digest(state.file) != self._digests[state.file]:
+                raise ValueError(f"{state.file} changed while it waited: is its disk failing? go on with --resume")
+            found = WorkerState.from_tensors(load_tensors(state.file, self.device))
             state.optimizer, state.codec_error = found.optimizer, found.codec_error
 
     def put(self, worker: int, state: WorkerState) -> None:
@@ -82,12 +87,21 @@ class DiskShelf(Shelf):
     def _replace(self, worker: int, path: Path) -> None:
         if worker in self._files:  # also where the state was dropped and began afresh
             self._files[worker].unlink(missing_ok=True)
-        self._files[worker] = path
+            del self._digests[self._files[worker]]
+        self._files[worker], self._digests[path] = path, digest(path)
 
     def _remove(self) -> None:
         for path in self.folder.glob("*-*.safetensors"):
             if int(path.name.partition("-")[0]) in self._workers:
                 path.unlink()
+
+
+def load_tensors(path: Path, device: str | torch.device) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on a device. ValueError for one that is missing or damaged."""
+    try:
+        return load_file(path, device=str(device))
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
 
 
 def _move(state: WorkerState, to: Callable[[Tensor], Tensor]) -> None:

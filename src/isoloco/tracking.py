@@ -201,8 +201,12 @@ class Tracker:
 
     @property
     def records(self) -> int:
-        """Records written so far; a checkpoint keeps this number for `truncate`."""
+        """Records written so far."""
         return self._metrics.records
+
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the records so far, for `truncate`."""
+        return self._metrics.mark()
 
     def sync(self) -> None:
         """Force metrics.jsonl to the disk, before a checkpoint that counts on it is complete."""
@@ -216,6 +220,8 @@ class Tracker:
         """
         kept = read_metrics(self.run_dir.path)
         kept = kept[:records] if records is not None else [r for r in kept if r.get("step", 0) <= step]
+        if lost := (records or 0) - len(kept):
+            self.warn(f"metrics.jsonl was lost: the run goes on without its {lost} records up to here")
         for sink in self._sinks:
             sink.purge(step)
         self._keep(kept)
@@ -298,11 +304,12 @@ class Tracker:
 class Follower:
     """The tracker of every process but the first: it keeps what it is told for the tracker of the first."""
 
-    records = 0
-
     def __init__(self, run_dir: RunDir, *, rank: int) -> None:
         self.run_dir, self.rank = run_dir, rank
         self._told: list[tuple[str, dict[str, Any]]] = []
+
+    def mark(self) -> dict[str, Any]:
+        return {}
 
     def take(self) -> list[tuple[str, dict[str, Any]]]:
         """What was told since this was last asked."""

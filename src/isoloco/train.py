@@ -114,9 +114,9 @@ def _train(
     sources = _origins(config, prepared.config, sources)
     resumed = None
     if resume == "auto":
-        resumed = comm.together(lambda: resuming.resume_newest(prepared.config, prepared.identity, comm))
+        resumed = comm.together(lambda: resuming.resume_newest(prepared, comm))
     elif resume is not None:
-        resumed = comm.together(lambda: resuming.resume(resume, prepared.config, comm, previous=previous))
+        resumed = comm.together(lambda: resuming.resume(resume, prepared, comm, previous=previous))
     comm.from_leader(lambda: [data.verify() for data in prepared.data] and None)
     torch.set_num_threads(prepared.config.compute.threads or torch.get_num_threads())
     before = torch.are_deterministic_algorithms_enabled()
@@ -266,13 +266,17 @@ class _Run:
     def _save(self, *, due: bool = True) -> None:
         """Begin a checkpoint. Of one that is not due no record remains once the run goes on: it might not have been."""
         self._observe("checkpoint", round=self.state.round)
-        kept = self.tracker.records + due
+        marks = [self.tracker.mark()]
         if isinstance(self.tracker, Tracker):
             self.tracker.event("checkpoint", round=self.state.round, step=self.state.step)
             self.tracker.sync()
+        marks.append(self.tracker.mark())
         card = f"Anchor after {self.state.round} rounds of a run of isoloco.\n"
         anchor, tokenizer_dir = dict(self.state.anchor), self.data[0].tokenizer_dir
-        facts = {"records": kept, "threads": self.config.compute.threads}
+        facts = {
+            **marks[due], "threads": self.config.compute.threads, "config": flat(self.config),
+            "data": checksum(self.data),
+        }  # fmt: skip
         self.checkpoints.save(
             self.state,
             write_anchor=lambda path: models.export(self.model, anchor, path, tokenizer_dir=tokenizer_dir, card=card),
