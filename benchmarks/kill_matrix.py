@@ -20,15 +20,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from isoloco.checkpoint import digest, read_manifest, verify, whole
+from isoloco.files import digest
 from isoloco.metrics import comparable, read_metrics
+from isoloco.saved import MANIFEST, read_manifest, verify, whole
 
 from .common import RESULTS, Bar, report
 from .victims import Job, Line, Nursery
@@ -50,7 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "iso_cts": {"comm.wire": "int8"},
     "isoloco_muon": {},
 }
-STEPS, SYNC_EVERY, WORKERS, VOCAB, SEQ_LEN = 22, 4, 3, 64, 16  # rounds of 4 steps, the last one of 2
+STEPS, SYNC_EVERY, WORKERS, VOCAB, SEQ_LEN = 14, 4, 3, 64, 16  # rounds of 4 steps, the last one of 2
 NETWORK = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": None, "n_positions": SEQ_LEN,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
@@ -86,7 +86,7 @@ class Range:
             "out_dir": str(self.place / name), "method": method, "model.config": str(self.place / "network.json"),
             "model.seq_len": SEQ_LEN, "data.path": str(self.place / "data"), "workers": WORKERS,
             "sync_every": SYNC_EVERY, "global_batch_size": 2 * WORKERS, "micro_batch_size": 1, "budget.steps": STEPS,
-            "eval.every_rounds": 1, "eval.tokens": 100 * SEQ_LEN, "checkpoint.every_rounds": 2, "log.every_steps": 1,
+            "eval.every_rounds": 1, "eval.tokens": 100 * SEQ_LEN, "checkpoint.every_rounds": 1, "log.every_steps": 1,
             "log.spectra_every_rounds": 1000, "compute.threads": 1,
         }  # fmt: skip
         return Job(options | METHODS[method], self.place / f"{name}.phases", self.place / f"{name}.printed")
@@ -125,16 +125,24 @@ class Range:
 
     def _aim(self, reference: Path, lines: list[Line], phase: str) -> tuple[int, float]:
         """Which announcement of the phase, counted from 0, and how long after it: at most as long as it took."""
+        saves = [line for line in lines if line.phase == "checkpoint"]
+        # written beside the next round, until its manifest is there
+        writing_s = (whole(reference / "checkpoints")[-1] / MANIFEST).stat().st_mtime - saves[-1].time
         places = [i for i, line in enumerate(lines) if line.phase in PHASES[phase]]
-        number = len(places) - 1 if phase == "end" else self.random.randrange(len(places))
-        line = lines[places[number]]
-        end = lines[-1 if phase == "end" else places[number] + 1].time
-        if phase == "start":
-            end = next(other.time for other in lines if other.phase == "turn")
-        elif phase == "checkpoint":  # written beside the next round, until its manifest is there
-            manifest = reference / "checkpoints" / f"r{line.info['round']:06d}" / "manifest.json"
-            end = manifest.stat().st_mtime if manifest.exists() else line.time + 0.05
-        return number, self.random.uniform(0, max(end - line.time, 0))
+        if phase == "end":
+            chosen, length_s = len(places) - 1, lines[-1].time - lines[places[-1]].time
+        elif phase == "start":
+            chosen, length_s = 0, next(line for line in lines if line.phase == "turn").time - lines[0].time
+        elif phase == "checkpoint":
+            chosen, length_s = self.random.randrange(len(places)), writing_s
+        else:
+            clear = [
+                n for n, i in enumerate(places)
+                if not _is_last_step(lines[i]) and not any(0 <= lines[i].time - s.time < 2 * writing_s for s in saves)
+            ]  # fmt: skip
+            chosen = self.random.choice(clear or range(len(places)))
+            length_s = lines[places[chosen] + 1].time - lines[places[chosen]].time
+        return chosen, self.random.uniform(0, length_s)
 
 
 def _strike(victim: int, job: Job, announced: tuple[str, ...], number: int, delay_s: float) -> None:
@@ -208,45 +216,43 @@ def _ends(run: Path) -> bool:
 def differences(reference: Path, run: Path) -> tuple[str, ...]:
     """In what a run differs from one that was never killed, or what it has left lying about."""
     found = []
-    for each in (reference, run):
-        for checkpoint in whole(each / "checkpoints"):
-            verify(checkpoint, read_manifest(checkpoint))
     mine, theirs = comparable(read_metrics(reference)), comparable(read_metrics(run))
     if mine != theirs:
         first = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), "the last")
         found.append(f"metrics.jsonl, record {first} ({len(mine)} and {len(theirs)} records)")
-    for part in ("checkpoints", "model"):
-        one, other = _contents(reference / part), _contents(run / part)
-        found += [f"{part}/{name}" for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+    one, other = _contents(reference), _contents(run)
+    found += [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
     known = {path.name for path in reference.iterdir()}
     found += [f"{path.name} is left" for path in sorted(run.iterdir()) if path.name not in known]
+    found += [f"{path.name} is left" for path in sorted((run / "checkpoints").glob(".*"))]
     if json.loads((run / "run.json").read_text("utf-8"))["state"] != "finished":
         found.append("run.json: not finished")
     return tuple(found)
 
 
-def _contents(directory: Path) -> dict[str, str]:
-    """Every file and what is in it; of a manifest, which holds seconds of no record, what it says."""
-    return {
-        path.relative_to(directory).as_posix(): digest(path) for path in sorted(directory.rglob("*")) if path.is_file()
-    }
+def _contents(run: Path) -> dict[str, Any]:
+    """What is in the model's files and in the checkpoints': optimizer states, anchor, where the training stands."""
+    found: dict[str, Any] = {f"model/{path.name}": digest(path) for path in (run / "model").iterdir()}
+    for checkpoint in whole(run / "checkpoints"):
+        manifest = read_manifest(checkpoint)
+        verify(checkpoint, manifest)
+        found |= {f"{checkpoint.name}/{name}": entry["blake2b"] for name, entry in manifest["files"].items()}
+        found |= {f"{checkpoint.name}: {key}": manifest[key] for key in ("state", "records")}
+    return found
 
 
-def run_matrix(
-    place: Path, *, kills: int, phases: list[str], methods: list[str], seed: int, most: int = 8
-) -> list[Outcome]:
-    """Kill until every phase was hit ``kills`` times, methods in turn, with at most ``most`` tries for each hit."""
+def run_matrix(place: Path, *, kills: dict[str, int], methods: list[str], seed: int, most: int = 8) -> list[Outcome]:
+    """Kill until each phase was hit as often as asked, methods in turn, with at most ``most`` tries for each hit."""
     outcomes: list[Outcome] = []
     with Nursery() as nursery:
         field = Range(place, nursery, seed=seed)
-        for phase in phases:
-            for attempt in range(kills * most):
-                counted = Counter(outcome.hit for outcome in outcomes)
-                if counted[phase] >= kills:
+        for phase, wanted in kills.items():
+            for _ in range(wanted * most):
+                hits = sum(outcome.hit == phase for outcome in outcomes)
+                if hits >= wanted:
                     break
-                method = methods[attempt % len(methods)]
-                outcomes.append(field.kill(method, phase))
-                _tell(outcomes[-1], counted[phase], kills)
+                outcomes.append(field.kill(methods[len(outcomes) % len(methods)], phase))
+                _tell(outcomes[-1], hits, wanted)
     return outcomes
 
 

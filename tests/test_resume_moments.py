@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from isoloco import train
-from isoloco.checkpoint import whole
 from isoloco.cli import main
 from isoloco.config import RunConfig, flat, from_flat
 from isoloco.config import options as options_of
 from isoloco.metrics import comparable, read_metrics
 from isoloco.rundir import RunDir
+from isoloco.saved import whole
 from tiny_models import config_file
 
 
@@ -183,6 +183,19 @@ def test_killed_stopped_and_killed_again(make):
     kill(config, "eval", 2, resume="auto")
     assert train(config, resume="auto").state == "finished"
     assert_equal_runs(one, run)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(make):
+    run = train(make("run"), stop=asks(5)).run_dir
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    holder = RunDir.open(run)
+    holder.claim()
+    for how in (run, "auto"):
+        with pytest.raises(ValueError, match="is training it"):
+            train(make("run"), resume=how)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    holder.release()
+    assert train(make("run"), resume=run).state == "finished"
 
 
 def test_a_directory_in_which_a_run_was_about_to_begin_is_free(make, tmp_path):

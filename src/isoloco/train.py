@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -122,7 +123,8 @@ def _train(
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or prepared.config.compute.deterministic)
     try:
-        return _Run(prepared, resumed, sources, comm, **launch).loop()
+        with contextlib.ExitStack() as held:
+            return _Run(prepared, resumed, sources, comm, held, **launch).loop()
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -136,6 +138,7 @@ class _Run:
         resumed: resuming.Resumed | None,
         sources: dict[str, str],
         comm: Comm,
+        held: contextlib.ExitStack,
         *,
         quiet: bool,
         stop: Callable[[], str | bool],
@@ -143,7 +146,7 @@ class _Run:
         command: str | None,
     ) -> None:
         self.config, self.plan, self.data = prepared.config, prepared.plan, prepared.data
-        self.comm, self.stop_asked, self.stopped = comm, stop, ""
+        self.comm, self.held, self.stop_asked, self.stopped = comm, held, stop, ""
         config, plan, data = self.config, self.plan, self.data
         vocab, device = vocabulary(data), config.compute.device
         if resumed is not None and resumed.is_done(plan.steps):
@@ -205,9 +208,12 @@ class _Run:
         """The run directory, made or cleared of what comes after the checkpoint, with the config as resolved."""
         if resumed is not None:
             run_dir = resumed.run_dir
+            run_dir.claim()
+            self.held.callback(run_dir.release)
             resuming.forget_after(resumed)
         else:
             run_dir = RunDir.create(self.config, data_checksum=checksum(self.data))
+            self.held.callback(run_dir.release)
             run_dir.update(parameters=self.plan.parameters, processes=self.comm.processes)
             if command:
                 run_dir.update(command=command)
