@@ -287,9 +287,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill_matrix-") as place:
-        outcomes = run_matrix(
-            Path(place), kills=args.kills, phases=args.phases, methods=args.methods, seed=args.seed
-        )  # fmt: skip
+        kills = dict.fromkeys(args.phases, args.kills)
+        outcomes = run_matrix(Path(place), kills=kills, methods=args.methods, seed=args.seed)
     rows = rows_of(outcomes, args.phases, args.methods)
     hits = {row["phase"]: row["kills"] for row in rows}
     killed = [outcome for outcome in outcomes if outcome.hit != "none"]
