@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +163,22 @@ def test_a_replica_recovers_from_anothers_state() -> None:
             train(model, inner, range(4, 8))
         ended.append(values(model))
     assert_close(*ended)
+
+
+def test_the_signature_that_torchtitan_calls() -> None:
+    """docs/torchtitan.md changes the outer optimizer in this call alone."""
+    called = {
+        "manager", "model_fragments", "inner_optimizer", "outer_optimizer", "sync_every", "should_quantize",
+        "fragment_sync_delay", "fragment_update_alpha",
+    }  # fmt: skip
+    assert called <= inspect.signature(DiLoCo.__init__).parameters.keys()
+    model = network()
+    outer = [IsoLoCo([p for p in part.parameters() if p.requires_grad], lr=1.8, momentum=0.8) for part in [model]]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {
+        "manager": Manager(), "model_fragments": [model], "inner_optimizer": inner, "outer_optimizer": outer,
+        "sync_every": 2, "should_quantize": False, "fragment_sync_delay": 0, "fragment_update_alpha": 0.0,
+    }  # fmt: skip
+    with DiLoCo(**options):
+        train(model, inner, range(4))
+    assert outer[0].transformed == 2
