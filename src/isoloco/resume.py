@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .outline import Prepared
 
 CHECKPOINTS = "checkpoints"
+WAITING = "workers"  # the states of those whose turn it is not, with compute.worker_state: disk
 BUDGET = ("budget.tokens", "budget.steps", "budget.tokens_per_parameter")
 
 
@@ -167,5 +168,5 @@ def forget_after(resumed: Resumed) -> None:
         for path in whole(folder):
             if path.name > resumed.checkpoint.name:
                 remove(path)
-    for leftover in folder.glob(".*"):
+    for leftover in (*folder.glob(".*"), *resumed.run_dir.path.glob(f"{WAITING}*")):
         shutil.rmtree(leftover)

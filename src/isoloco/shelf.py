@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,16 +45,11 @@ class HostShelf(Shelf):
 
 
 class DiskShelf(Shelf):
-    """Files that are never changed, only replaced: a checkpoint takes them as they are, by a hard link.
+    """Files that are never changed, only replaced: a checkpoint takes them as they are, by a hard link."""
 
-    ``workers``: those of this process. Files of theirs that lie there are of a process that died, and are removed.
-    """
-
-    def __init__(self, folder: str | Path, device: str | torch.device, *, workers: Iterable[int]) -> None:
+    def __init__(self, folder: str | Path, device: str | torch.device) -> None:
         self.folder, self.device = Path(folder), torch.device(device)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._workers = set(workers)
-        self._remove()
         self._serial = itertools.count()
         self._files: dict[int, Path] = {}
         self._digests: dict[Path, str] = {}
@@ -80,7 +75,8 @@ class DiskShelf(Shelf):
         return WorkerState(file=path)
 
     def close(self) -> None:
-        self._remove()
+        for path in self._files.values():
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other processes have theirs there
             self.folder.rmdir()
 
@@ -89,11 +85,6 @@ class DiskShelf(Shelf):
             self._files[worker].unlink(missing_ok=True)
             del self._digests[self._files[worker]]
         self._files[worker], self._digests[path] = path, digest(path)
-
-    def _remove(self) -> None:
-        for path in self.folder.glob("*-*.safetensors"):
-            if int(path.name.partition("-")[0]) in self._workers:
-                path.unlink()
 
 
 def load_tensors(path: Path, device: str | torch.device) -> dict[str, Tensor]:
@@ -109,10 +100,10 @@ def _move(state: WorkerState, to: Callable[[Tensor], Tensor]) -> None:
     state.codec_error = {name: to(t) for name, t in state.codec_error.items()}
 
 
-def make_shelf(where: str, *, folder: Path, device: str | torch.device, workers: Iterable[int]) -> Shelf:
-    """The shelf that ``compute.worker_state`` names, for the workers of this process."""
+def make_shelf(where: str, *, folder: Path, device: str | torch.device) -> Shelf:
+    """The shelf that ``compute.worker_state`` names."""
     if where == "disk":
-        return DiskShelf(folder, device, workers=workers)
+        return DiskShelf(folder, device)
     if where == "host" and torch.device(device).type == "cuda":
         return HostShelf(device)
     return Shelf()

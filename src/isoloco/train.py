@@ -157,8 +157,8 @@ class _Run:
         path = comm.from_leader(lambda: str(self._take_place(resumed, command, sources)))
         self.run_dir = RunDir.open(path)
         hosted = [0] if config.is_dp else comm.hosted(config.workers)
-        folder = self.run_dir.path / ("workers" + f"-{comm.member}" * (comm.member > 0))
-        self.shelf = make_shelf(config.compute.worker_state, folder=folder, device=device, workers=hosted)
+        folder = self.run_dir.path / (resuming.WAITING + f"-{comm.member}" * (comm.member > 0))
+        self.shelf = make_shelf(config.compute.worker_state, folder=folder, device=device)
         state = None
         if stored:
             state = comm.together(
