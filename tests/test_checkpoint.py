@@ -108,8 +108,9 @@ def test_what_is_kept_and_what_is_linked(make):
     assert all(torch.equal(final[name], anchor[name]) for name in final)
 
 
-def test_a_save_in_mid_round_writes_only_who_has_run_since(make):
-    config = make("run")
+@pytest.mark.parametrize("where", ["device", pytest.param("disk", marks=pytest.mark.slow)])
+def test_a_save_in_mid_round_writes_only_who_has_run_since(where, make):
+    config = make("run", compute__worker_state=where)
     # round 2 begins with the 13th question; worker 0 ends its turn with the 16th
     train(config, stop=after(18))
     folder = Path(config.out_dir or "") / "checkpoints"
