@@ -111,6 +111,12 @@ PLAN_HELP = """What a run will take, without training: steps, memory, bytes on t
 
 examples:
   isoloco plan quickstart --workers 32
+  isoloco plan quickstart --bandwidth 100Mbit --latency 30ms --tokens-per-second 20e3
+
+over a link, for data-parallel training and each codec (--bandwidth and --tokens-per-second go together):
+  --bandwidth RATE         of each worker's link, each way: 20Mbit, 1Gbit
+  --latency TIME           one way: 30ms (default 0ms)
+  --tokens-per-second N    what all workers compute together, as a run without a slow link reports it
 """
 
 
@@ -162,8 +168,10 @@ def _plan(argv: list[str]) -> int:
     if _asks_for_help(argv):
         print(_options_help("plan", PLAN_HELP))
         return 0
+    from .links import link_flags, link_rows
     from .recipe import run_config
 
+    argv, link = link_flags(argv)
     config, _ = run_config(argv, prog="isoloco plan")
     from .outline import outline_run
     from .plan import header_rows
@@ -173,6 +181,16 @@ def _plan(argv: list[str]) -> int:
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:<{width}}  {value}")
+    if link is not None and config.workers > 1:
+        print(f"\na round of {config.sync_every} steps, each worker a process on a link of its own:")
+        table = link_rows(config, plan, link)
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        for row in table:
+            print(
+                "  ".join(
+                    [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+                )
+            )
     return 0
 
 

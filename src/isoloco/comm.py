@@ -43,6 +43,7 @@ class Comm:
 
     def __init__(self) -> None:
         self.sent_bytes = self.received_bytes = self.link_bytes = 0
+        self.seconds = 0.0  # spent on bytes that were counted
 
     @property
     def members(self) -> int:

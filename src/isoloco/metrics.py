@@ -25,6 +25,7 @@ is before any training); ``tokens`` are those read by all workers together, up t
               received_bytes      by the first process, in this round
               link_bytes          sent out of its island, by all its members
               inner_s, reduce_s, outer_s, eval_s    seconds
+              comm_s              seconds of these in which the first process exchanged bytes
               save_s              seconds that the training stood still for a checkpoint since the last round
               tokens_per_s        of the round
               resources_s         mfu (null where the device's peak is unknown), peak_memory_bytes
@@ -55,7 +56,7 @@ from .rundir import plain, write_whole
 ORDER = {
     "inner": "worker loss grad_norm lr tokens",
     "round": "tokens train_loss train_loss_spread delta_norm delta_cosine skipped_steps dropped "
-    "sent_bytes received_bytes link_bytes inner_s reduce_s outer_s eval_s save_s tokens_per_s resources_s",
+    "sent_bytes received_bytes link_bytes inner_s reduce_s outer_s comm_s eval_s save_s tokens_per_s resources_s",
     "eval": "tokens split loss perplexity bits_per_byte eval_s",
     "spectra": "matrices",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -48,10 +49,12 @@ class ProcessComm(Comm):
         self._home_ranks = homes[rank // members]
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """An error of the group in one line, which names this rank."""
+    def _told(self, what: str, *, timed: bool = False) -> Iterator[None]:
+        """An error of the group in one line."""
+        started = time.perf_counter()
         try:
             yield
+            self.seconds += time.perf_counter() - started if timed else 0.0
         except RuntimeError as error:
             raise ValueError(
                 f"lost the others {what}, or waited comm.timeout_s = {self.timeout_s:g} s for them "
@@ -82,13 +85,13 @@ class ProcessComm(Comm):
         outgoing = [_flat([t for name, t in sent.items() if owner[name] == peer], like) for peer in peers]
         owned = [name for name in sent if owner[name] == self.rank]
         sizes = [[size(i, name) for name in owned] for i in range(len(peers))]
-        with self._told("in the exchange of deltas"):
+        with self._told("in the exchange of deltas", timed=True):
             arrived = self._all_to_all(outgoing, [sum(s) for s in sizes], self._ring, own, link=True)
         parts = [flat.split(s) for flat, s in zip(arrived, sizes, strict=True)]
         return {name: [part[k] for part in parts] for k, name in enumerate(owned)}
 
     def publish(self, tensors: Mapping[str, Tensor], owner: Mapping[str, int]) -> None:
-        with self._told("while the anchor was published"):
+        with self._told("while the anchor was published", timed=True):
             if self._ring is not None:
                 mine = {name: t for name, t in tensors.items() if owner[name] % self.members == self.member}
                 self._share(mine, owner, self._ring, self.peers(), link=True)
@@ -122,7 +125,7 @@ class ProcessComm(Comm):
     def inner_sum(self, tensors: Sequence[Tensor]) -> None:
         if self._home is None:
             return
-        with self._told("in an inner step"):
+        with self._told("in an inner step", timed=True):
             for bucket in _buckets(tensors):
                 flat = torch.cat([t.reshape(-1) for t in bucket])
                 dist.all_reduce(flat, group=self._home)
@@ -134,7 +137,7 @@ class ProcessComm(Comm):
     def inner_fold(self, batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         flats_KN = torch.stack([torch.cat([t.reshape(-1) for t in tensors]) for tensors in batches])
         everyone = [torch.empty_like(flats_KN) for _ in range(self.members)]
-        with self._told("in an inner step"):
+        with self._told("in an inner step", timed=True):
             dist.all_gather(everyone, flats_KN, group=self._home)
         carried = flats_KN.numel() * flats_KN.element_size() * (self.members - 1)
         self._count(carried, carried, link=False)

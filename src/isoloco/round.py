@@ -58,7 +58,10 @@ class RoundState:
 
 
 class Round:
-    """All that a round needs, built once. Data-parallel training has no ``reduction``; a process that owns no parameter has no ``outer``."""
+    """All that a round needs, built once.
+
+    Data-parallel training has no ``reduction``; a process that owns no parameter has no ``outer``.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Round:
         """Finish the round that ``state`` is in, ``steps`` inner steps long; its metrics, or None if told to stop."""
         started = time.perf_counter()
         comm = self.comm
-        sent, received, link = comm.sent_bytes, comm.received_bytes, comm.link_bytes
+        sent, received, link, talked = comm.sent_bytes, comm.received_bytes, comm.link_bytes, comm.seconds
         finished = (self._data_parallel_loop if self.reduction is None else self._inner_loops)(state, steps)
         signal = self.comm.agree(Signal.RUN if finished else Signal.STOP)
         if signal is not Signal.RUN:
@@ -103,6 +106,7 @@ class Round:
             "received_bytes": comm.received_bytes - received,
             "link_bytes": sum(comm.gather(comm.link_bytes - link)[comm.island * comm.members :][: comm.members]),
             "inner_s": inner_s,
+            "comm_s": comm.seconds - talked,
         }
 
     def _inner_loops(self, state: RoundState, steps: int) -> bool:
@@ -137,7 +141,7 @@ class Round:
         finished = self._turn(state, steps)
         own.optimizer, own.version = self.worker.inner.state_out(), state.step + state.turn.steps
         if finished:
-            state.parts = [Part(0, 1.0, _mean_loss(state.turn), state.turn.skipped, math.nan)]
+            state.parts = [Part(0, 1.0, mean_loss(state.turn), state.turn.skipped, math.nan)]
         return finished
 
     @torch.no_grad()
@@ -154,7 +158,7 @@ class Round:
             return
         self.observe("delta", worker=worker_id, deltas=deltas)
         square = self.reduction.add(state, worker_id, deltas, weight=1.0)
-        state.parts.append(Part(worker_id, 1.0, _mean_loss(state.turn), state.turn.skipped, square))
+        state.parts.append(Part(worker_id, 1.0, mean_loss(state.turn), state.turn.skipped, square))
 
     def _drop(self, state: RoundState, worker_id: int, tensor: str) -> None:
         """A worker whose delta is not finite sits out this round and starts the next one afresh."""
@@ -210,11 +214,11 @@ def _metrics(parts: list[list[Part]], dropped: list[int], squares: list[Squares]
     if squares is not None:
         norms = [math.sqrt(sum(each.coded.get(worker, 0.0) for each in squares)) for worker in sorted(brought)]
         found["delta_norm"] = math.sqrt(sum(each.reduced for each in squares))
-        found["delta_cosine"] = _mean_cosine(norms, sum(each.summed for each in squares))
+        found["delta_cosine"] = mean_cosine(norms, sum(each.summed for each in squares))
     return found
 
 
-def _mean_cosine(norms: list[float], summed_square: float) -> float | None:
+def mean_cosine(norms: list[float], summed_square: float) -> float | None:
     """Mean cosine between two workers' deltas, from the norm of their sum: no pair of deltas need ever meet.
 
     sum_(i != j) <d_i, d_j> = |sum d|^2 - sum |d_i|^2, over sum_(i != j) |d_i| |d_j| = (sum |d_i|)^2 - sum |d_i|^2.
@@ -224,6 +228,6 @@ def _mean_cosine(norms: list[float], summed_square: float) -> float | None:
     return (summed_square - own) / pairs if len(norms) > 1 and pairs > 0 else None
 
 
-def _mean_loss(turn: Turn) -> float:
+def mean_loss(turn: Turn) -> float:
     taken = turn.steps - turn.skipped
     return turn.loss_sum / taken if taken else math.nan
