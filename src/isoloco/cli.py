@@ -104,6 +104,9 @@ this launch alone:
   --resume RUN_DIR         go on with a run by its own config; the budget and what affects no result may change
   --resume auto            go on with the newest run of this very config that has not ended, or start one
   --resume-from-previous   from the last checkpoint but one (with --resume RUN_DIR)
+  --elastic                be one of `workers` that come and go (extra: torchft); docs/clusters.md says how, with
+    --worker-id N          which one, from 0 to workers - 1, and the same one after a restart
+    --lighthouse HOST:PORT of torchft_lighthouse, or TORCHFT_LIGHTHOUSE says it
 
 ends with 0 done, 2 bad input, 75 saved after SIGTERM or SIGUSR1 (requeue it with --resume auto), 130 saved after Ctrl-C
 """
@@ -137,19 +140,28 @@ def _train(argv: list[str]) -> int:
         return 0
     from .comm import rank
     from .data.shards import open_data
-    from .launch import EXIT_CODES, Interrupts, launch_flags
+    from .launch import EXIT_CODES, Interrupts, elastic_flags, launch_flags
     from .recipe import run_config
     from .rundir import check_place
     from .sinks import check_extras
 
     command = shlex.join(["isoloco", "train", *argv])
+    argv, elastic = elastic_flags(argv)
     argv, resume, from_previous = launch_flags(argv)
     config, sources = run_config(argv, prog="isoloco train", run=None if resume == "auto" else resume)
     check_extras(config)  # what can be told before the seconds that torch takes to import; train asks again
-    if resume is None and rank() == 0:
+    if resume is None and elastic is None and rank() == 0:
         check_place(config)
     for path in config.data.per_worker or filter(None, [config.data.path]):
         open_data(path)
+    if elastic is not None:
+        from .elastic import train_elastic
+
+        with Interrupts() as interrupts:
+            result = train_elastic(
+                config, **elastic, sources=sources, quiet=False, stop=interrupts.asked, command=command
+            )  # fmt: skip
+        return EXIT_CODES[result.stopped_by]
     from .train import train
 
     with Interrupts() as interrupts:

@@ -29,6 +29,36 @@ def launch_flags(argv: list[str]) -> tuple[list[str], str | None, bool]:
     return rest, resume, previous
 
 
+def elastic_flags(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """What makes this process an elastic worker, taken out of the arguments; None where it is none."""
+    rest: list[str] = []
+    given: dict[str, str] = {}
+    queue = list(argv)
+    while queue:
+        token = queue.pop(0)
+        flag, equals, value = token.partition("=")
+        if flag in ("--worker-id", "--lighthouse"):
+            given[flag] = value if equals else (queue.pop(0) if queue else "")
+            if not given[flag] or given[flag].startswith("--"):
+                raise ValueError(f"{flag} needs a value")
+        elif token != "--elastic":
+            rest.append(token)
+    if "--elastic" not in argv:
+        if given:
+            raise ValueError(f"{next(iter(given))} goes with --elastic")
+        return rest, None
+    if any(token.partition("=")[0] in ("--resume", "--resume-from-previous") for token in rest):
+        raise ValueError(
+            "--elastic goes on by itself from its worker's run directory: leave --resume out"
+        )
+    if not given.get("--worker-id", "").isdecimal():
+        raise ValueError("--elastic needs --worker-id N, from 0 to workers - 1, and the same one after a restart")
+    lighthouse = given.get("--lighthouse") or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+    if not lighthouse:
+        raise ValueError("--elastic needs --lighthouse HOST:PORT, or TORCHFT_LIGHTHOUSE (start it: torchft_lighthouse)")
+    return rest, {"worker": int(given["--worker-id"]), "lighthouse": lighthouse}
+
+
 class Interrupts:
     """From the first step on, Ctrl-C asks the run to save and end, and so do SIGTERM and SIGUSR1, to be requeued.
 

@@ -74,7 +74,7 @@ class Recorder:
 
     def _inner(self, *, worker: int, step: int, loss: float, grad_norm: float, lr: float) -> None:
         config, round_number, done = self.config, self.state.round + 1, step + 1
-        turns = 1 if config.is_dp else config.workers // self.comm.islands
+        turns = 1 if config.is_dp else len(self.comm.hosted(config.workers))
         self.tokens_done += self.step_tokens // turns
         if done % config.log.every_steps == 0:
             self.tracker.inner(
