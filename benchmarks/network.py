@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 INSIDE = "--inside-a-namespace"
 
@@ -61,13 +62,17 @@ class Network:
     def _at(self, host: int) -> list[str]:
         return ["ip", "netns", "exec", self._name(host)]
 
-    def start(self, host: int, argv: Sequence[str], *, port: int = 29400, **environment: str) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, argv: Sequence[str], output: TextIO | None = None, *, port: int = 29400
+    ) -> subprocess.Popen[str]:
         """A process on a host, set up as torchrun does for one process on each."""
         settings = {
             "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.hosts), "RANK": str(host),
             "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": f"inner{host}", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        return subprocess.Popen([*self._at(host), *argv], env={**os.environ, **settings, **environment}, text=True)
+        return subprocess.Popen(
+            [*self._at(host), *argv], env={**os.environ, **settings}, text=True, stdout=output, stderr=output
+        )
 
     def counted(self, host: int) -> tuple[int, int]:
         """Bytes that the kernel counted on the host's interface: sent, received."""
