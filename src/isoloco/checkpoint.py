@@ -93,6 +93,20 @@ class Checkpoints:
             self._pending[file] = self._writer.submit(writing.add, file, write, first)
         self._last = self._writer.submit(self._finish, writing, list(self._pending.values()))
 
+    def keep(self, name: str, write: Callable[[], object]) -> None:
+        """Begin to write something else that depends on the anchor, beside the training as well."""
+        before = self._last
+
+        def job() -> None:
+            if before is not None:
+                before.result()
+            try:
+                write()
+            except (OSError, SafetensorError) as error:
+                self.warn(f"{name} could not be written ({_reason(error)}); the run goes on")
+
+        self._pending[name] = self._last = self._writer.submit(job)
+
     def wait(self, *files: str) -> None:
         """Wait until these files (all, where none is named) are on disk and may change again."""
         started = time.perf_counter()
@@ -116,9 +130,9 @@ class Checkpoints:
         if phase == "turn":
             self.wait(f"workers/{info['worker']}.safetensors", moving)
             if info["moves_anchor"]:
-                self.wait("anchor")
+                self.wait("anchor", "best")
         elif phase == "outer":
-            self.wait("anchor", outer, moving)
+            self.wait("anchor", "best", outer, moving)
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -136,7 +150,7 @@ class Checkpoints:
             for old in whole(self.folder)[: -self.keep_last]:
                 remove(old)
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = _reason(error)
             if self.comm.rank:
                 writing.report(failed=str(reason))
                 return
@@ -236,6 +250,10 @@ class _Writing:
             _to_disk(folder)
         os.rename(self.directory, self.target)
         _to_disk(self.target.parent)
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _worker_file(worker: WorkerState) -> WriteAnchor:

@@ -220,6 +220,8 @@ class CheckpointConfig:
     """Rounds between checkpoints; one is written at the end and on signals too. 0: only those."""
     keep_last: int = nothing(2)
     """How many are kept."""
+    best: bool = nothing(True)
+    """Keep the model of the lowest held-out loss too, in the run's directory `best`."""
 
 
 @dataclass(kw_only=True)

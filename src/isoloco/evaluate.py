@@ -232,7 +232,8 @@ def sample(
     """A text the model writes: ``tokens`` tokens after the prompt (text or ids; the end-of-document token without one).
 
     Temperature and top-k sampling from a generator of its own; ``temperature=0`` takes the most probable token. The
-    model's mode stays as it was, and so do all other random generators. ValueError: no prompt and no such token.
+    model's mode stays as it was, and so do all other random generators. ValueError: no prompt and no such token, or
+    a model whose logits are not finite.
     """
     from transformers import AutoTokenizer
 
@@ -249,6 +250,8 @@ def sample(
         for _ in range(tokens):
             # No cache: a few dozen tokens, and every architecture has this path.
             logits_C = model(input_ids=torch.tensor([ids[-limit:]], device=device)).logits[0, -1].float().cpu()
+            if logits_C.isnan().any() or logits_C.isposinf().any():
+                raise ValueError("the model's logits are not finite: it has diverged, and writes nothing")
             if temperature == 0:
                 ids.append(int(logits_C.argmax()))
                 continue

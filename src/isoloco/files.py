@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+FACTS = "isoloco.json"  # in the directories of models that a run leaves
 # keys of Hugging Face configs under which a machine's own kernels are chosen, some of them code from the Hub
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 
@@ -61,6 +62,34 @@ def digest(path: Path) -> str:
     """blake2b of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def write_facts(directory: Path, facts: dict[str, Any], pattern: str) -> None:
+    """Facts about a directory, with the checksums of its files that match, in a file of it."""
+    files = {path.name: digest(path) for path in sorted(directory.glob(pattern))}
+    (directory / FACTS).write_text(json.dumps(seal({**facts, "files": files}), indent=1) + "\n", encoding="utf-8")
+
+
+def read_facts(directory: Path, *, check: bool = False) -> dict[str, Any] | None:
+    """What `write_facts` wrote, None where it did not; ``check`` compares the files.
+
+    Raises:
+        ValueError: it, or a file, is not what was written.
+    """
+    path = directory / FACTS
+    if not path.is_file():
+        return None
+    facts = unseal(read_object(path, str(path), "takes what isoloco wrote"), path)
+    files = facts.get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path}: names no files; takes what isoloco wrote")
+    for name, wanted in files.items() if check else ():
+        check_name(name, path)
+        if not (directory / name).is_file() or digest(directory / name) != wanted:
+            raise ValueError(
+                f"{directory / name} is damaged: it is not what was written; if it is yours, remove {path}"
+            )
+    return facts
 
 
 def without_code(values: Any, where: str) -> Any:

@@ -28,7 +28,7 @@ def told_what_to_lower(remedies: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) or str(error).startswith("out of memory"):  # told already, further in
             raise
         asked = re.search(r"allocate ([\d.,]+ ?[KMGT]?i?B(?:ytes)?\b|\d+ bytes)", str(error), re.IGNORECASE)
         raise MemoryError(f"out of memory{f' (for {asked[1]} more)' if asked else ''}: {remedies}") from error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import RunConfig, unknown
-from .files import check_inside, check_weights, read_object, without_code
+from .files import check_inside, check_weights, read_facts, read_object, without_code, write_facts
 from .memory import is_out_of_memory
 from .presets import MODELS
 
@@ -144,6 +144,7 @@ def _load(directory: str, hf_config: PretrainedConfig) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    read_facts(Path(directory), check=True)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, config=hf_config, dtype=torch.float32, use_safetensors=True, local_files_only=True,
@@ -307,6 +308,7 @@ def export(
     *,
     tokenizer_dir: str | Path | None,
     card: str,
+    facts: dict[str, Any] | None = None,
 ) -> Path:
     """Write a Hugging Face directory: float32 safetensors, config, generation config, tokenizer files, model card.
 
@@ -318,6 +320,7 @@ def export(
         directory: replaced if it exists.
         tokenizer_dir: where the tokenizer's files are copied from, if there is one.
         card: text of README.md.
+        facts: kept in isoloco.json, with the checksum of the weights, which whoever loads them here compares.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -340,6 +343,8 @@ def export(
             if path.is_file():
                 shutil.copyfile(path, partial / path.name)
     (partial / "README.md").write_text(card, encoding="utf-8")
+    if facts is not None:
+        write_facts(partial, facts, "*.safetensors")
     if directory.exists():
         directory.rename(replaced)
     partial.rename(directory)

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from . import model as models
 from . import resume as resuming
 from .checkpoint import Checkpoints
-from .comm import Comm, Signal, connect
+from .comm import Comm, connect
 from .config import ModelConfig, RunConfig, flat, options, to_dict
 from .console import relative
 from .data.feed import checksum, reader, vocabulary
-from .evaluate import evaluate_data, sample
+from .evaluate import evaluate_data
+from .leave import BEST, Best, export_best, leave_model
 from .loss import loss_function
+from .memory import remedies, told_what_to_lower
 from .outline import Prepared, check_anchor, check_together, get_ready, prepare_run
 from .plan import header_rows, training_rows
 from .presets import METHODS
@@ -105,6 +107,7 @@ def _train(
     sources: dict[str, str],
     resume: str | Path | None,
     previous: bool,
+    run: type[_Run] | None = None,
     **launch: Any,
 ) -> TrainResult:
     check_together(config, comm)
@@ -123,8 +126,8 @@ def _train(
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or prepared.config.compute.deterministic)
     try:
-        with contextlib.ExitStack() as held:
-            return _Run(prepared, resumed, sources, comm, held, **launch).loop()
+        with contextlib.ExitStack() as held, told_what_to_lower(remedies(prepared.config)):
+            return (run or _Run)(prepared, resumed, sources, comm, held, **launch).loop()
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -172,6 +175,10 @@ class _Run:
             warn=self.tracker.warn,
             comm=comm,
         )
+        self.best = None
+        if config.checkpoint.best and comm.rank == 0:
+            step = resumed.manifest["state"]["step"] if resumed is not None else 0
+            self.best = Best(self.run_dir.path / BEST, step=step, split=config.eval.split)
         self.recorder = Recorder(
             self.tracker, config=config, plan=plan, model=self.model, hear=observe, comm=comm,
             flops_per_token=models.flops_per_token(config, vocab),
@@ -196,12 +203,13 @@ class _Run:
 
     def _build_model(self, stored: Path | None, loss: Any, read: Any) -> Any:
         """The live model, checked for what cannot be trained."""
-        config, data = self.config, self.data
+        config, data, device = self.config, self.data, self.config.compute.device
         weights = replace(config, model=_stored_model(config, stored / "anchor")) if stored else config
-        model = models.build(weights, vocab_size=vocabulary(data), eos_id=data[0].eos_id, device=config.compute.device)
-        if config.compute.activation_checkpointing:
-            models.checkpoint_activations(model)
-        models.check_buffers(model, loss, read(0, 0)[0][:1])
+        with told_what_to_lower(remedies(config)):
+            model = models.build(weights, vocab_size=vocabulary(data), eos_id=data[0].eos_id, device=device)
+            if config.compute.activation_checkpointing:
+                models.checkpoint_activations(model)
+            models.check_buffers(model, loss, read(0, 0)[0][:1])
         return model
 
     def _take_place(self, resumed: resuming.Resumed | None, command: str | None, sources: dict[str, str]) -> Path:
@@ -234,7 +242,7 @@ class _Run:
     def loop(self) -> TrainResult:
         """Round after round; evaluated and saved when that is due."""
         config, state = self.config, self.state
-        with self.tracker:
+        with self.tracker, told_what_to_lower(remedies(config)):
             try:
                 while state.step < self.plan.steps:
                     steps = min(config.sync_every, self.plan.steps - state.step)
@@ -247,17 +255,17 @@ class _Run:
                         check_anchor(state.anchor, self.comm, round_number=state.round)
                     last = state.step == self.plan.steps
                     if last or _due(state.round, config.eval.every_rounds):
-                        self._evaluate()
+                        self.evaluate()
                     if last or _due(state.round, config.checkpoint.every_rounds):
                         self._save()
                 self.stopped = max(self.comm.gather(self.stopped))  # whoever heard the signal
                 if self.stopped:
                     self.recorder.collect()
                     self._save(due=False)
+                return self._finish()
             finally:
                 self.checkpoints.close()
                 self.shelf.close()
-            return self._finish()
 
     def _stop(self) -> bool:
         asked = self.stop_asked()
@@ -290,11 +298,11 @@ class _Run:
         )
 
     @property
-    def _anchor_step(self) -> int:
+    def anchor_step(self) -> int:
         """Inner steps that are in the anchor: in data-parallel training it moves in mid-round."""
         return self.state.step + (self.state.turn.steps if self.config.is_dp else 0)
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         """The first process evaluates; the others may go on."""
         if not isinstance(self.tracker, Tracker):
             return
@@ -304,25 +312,22 @@ class _Run:
         found = evaluate_data(self.model, self.data, self.config)
         self.tracker.evaluation(
             round=self.state.round,
-            step=self._anchor_step,
-            tokens=self._anchor_step * self.recorder.step_tokens,
+            step=self.anchor_step,
+            tokens=self.anchor_step * self.recorder.step_tokens,
             split=self.config.eval.split,
             loss=found.loss,
             perplexity=found.perplexity,
             bits_per_byte=found.bits_per_byte,
             eval_s=time.perf_counter() - started,
         )
+        if self.best is not None and self.best.improves(found.loss):
+            self.checkpoints.keep(BEST, export_best(self, found.loss))
 
     def _finish(self) -> TrainResult:
         """The model on disk, the manifest's summary, and what a person wants to see at the end."""
         run_dir = self.run_dir
         ended = "finished" if self.state.step == self.plan.steps else "stopped"
-        if isinstance(self.tracker, Tracker):
-            if self.stopped != "requeue":
-                self._leave_model(self.tracker)
-            else:
-                run_dir.update(state=ended)
-        self.comm.agree(Signal.RUN)  # the others read what the first has written
+        self.comm.from_leader(lambda: self._leave(ended))  # the others read what it has written
         run_dir = RunDir.open(run_dir.path)
         records = read_metrics(run_dir.path)
         rounds = [r for r in records if r["kind"] == "round"]
@@ -336,40 +341,21 @@ class _Run:
             rounds=rounds,
         )
 
-    def _leave_model(self, tracker: Tracker) -> None:
-        config, state, run_dir = self.config, self.state, self.run_dir
-        evaluated = [r for r in read_metrics(run_dir.path) if r["kind"] == "eval"]
-        if not evaluated or evaluated[-1]["step"] != self._anchor_step:
-            self._evaluate()
-        load_anchor(self.model, state.anchor)
-        tokenizer_dir = self.data[0].tokenizer_dir
-        loss = tracker.figures()["valid_loss_last"]
-        card = _model_card(config, tokens=self._anchor_step * self.recorder.step_tokens, loss=loss)
-        directory = models.export(
-            self.model, state.anchor, run_dir.path / "model", tokenizer_dir=tokenizer_dir, card=card
-        )
-        opening = self.data[0].split(config.eval.split).read(np.zeros(1, dtype=np.int64), min(12, config.model.seq_len))
-        text = None  # of shards without a tokenizer there is nothing to read
-        if tokenizer_dir:
-            text = sample(self.model, tokenizer_dir, tokens=40, prompt=opening[0].tolist(), seed=config.seed)
-        if state.step < self.plan.steps:
-            run_dir.update(state="stopped")  # finished is what it becomes with the summary, as the very last thing
-        shown, other = relative(run_dir.path), "diloco" if config.method != "diloco" else "isoloco"
-        unseen = " --split test" if self.data[0].tokens("test") >= config.model.seq_len else ""
-        following = [f"isoloco evaluate {shown}{unseen}"]
-        if self.stopped:
-            following.insert(0, f"isoloco train --resume {shown}")
-        else:
-            following.append(
-                f"isoloco train quickstart --method {other}" if config.name == "quickstart" else "isoloco methods"
-            )
-        summary = {
-            "rounds": state.round,
-            "step": self._anchor_step,
-            "wire_bytes_per_worker": self.plan.round_bytes * state.round,
-        }
-        files = [("model", directory), ("metrics", run_dir.path / "metrics.jsonl")]
-        tracker.finish(summary, files=files, sample=text, next_commands=following)
+    def _leave(self, ended: str) -> None:
+        """What the first process writes at the end."""
+        assert isinstance(self.tracker, Tracker)
+        try:
+            if self.stopped == "requeue":
+                self.run_dir.update(state=ended)
+            else:
+                leave_model(self, self.tracker)
+                self.checkpoints.wait()  # for the best model, if this was it
+        except (OSError, SafetensorError) as error:
+            reason, shown = getattr(error, "strerror", None) or error, relative(self.run_dir.path)
+            raise ValueError(
+                f"{shown}: what the run leaves at its end cannot be written ({reason}); make room, then "
+                f"isoloco train --resume {shown} ends it"
+            ) from None
 
 
 def _due(round_number: int, every: int) -> bool:
@@ -394,11 +380,3 @@ def _origins(asked: RunConfig, resolved: RunConfig, given: dict[str, str]) -> di
             of_method = f"method {resolved.method}" if preset.get(key) == value else "derived"
             found[key] = given.get(key) or ("this machine" if chosen_here else of_method)
     return {key: found[key] for key in sorted(found, key=lambda key: [*given, key].index(key))}
-
-
-def _model_card(config: RunConfig, *, tokens: int, loss: float) -> str:
-    read = config.data.source or config.data.path or "data of the workers' own"
-    return (
-        f"# {config.name}\n\nTrained with isoloco: method `{config.method}`, {config.workers} workers that met every "
-        f"{config.sync_every} steps, {tokens:,} tokens of {read}, {config.eval.split} loss {loss:.4f} nats per token.\n"
-    )
