@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,8 @@ def resume(run: str | Path, prepared: Prepared, comm: Comm, *, previous: bool = 
     from .saved import in_mid_round
 
     run_dir = RunDir.open(run)
+    if not os.access(run_dir.path, os.W_OK):
+        raise ValueError(f"{run} cannot be written (read-only): a run goes on in its own directory")
     found = _checkpoints(run_dir.path, comm)
     if len(found) < 1 + previous:
         if previous:

@@ -152,6 +152,8 @@ def check_place(config: RunConfig) -> None:
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir():
         raise ValueError(f"out_dir: no run directory can be made in {console.relative(nearest)}, which is a file")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"out_dir: {console.relative(nearest)} cannot be written (read-only); choose another place")
     if config.out_dir is not None and nearest == path:
         _check_empty(path, shown=config.out_dir)
 

@@ -63,7 +63,15 @@ class DiskShelf(Shelf):
 
     def put(self, worker: int, state: WorkerState) -> None:
         path = self.folder / f"{worker}-{state.version}-{next(self._serial)}.safetensors"
-        save_file({name: t.detach().cpu().contiguous() for name, t in state.tensors().items()}, path)
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in state.tensors().items()}, path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise ValueError(
+                f"worker {worker}: its state cannot wait on disk ({error}); make room and go on with --resume, or set "
+                "compute.worker_state device"
+            ) from None
         self._replace(worker, path)
         state.optimizer, state.codec_error, state.file = {}, {}, path
 
@@ -75,9 +83,9 @@ class DiskShelf(Shelf):
         return WorkerState(file=path)
 
     def close(self) -> None:
-        for path in self._files.values():
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other processes have theirs there
+        with contextlib.suppress(OSError):  # other processes have theirs there, or nothing can be written any more
+            for path in self._files.values():
+                path.unlink(missing_ok=True)
             self.folder.rmdir()
 
     def _replace(self, worker: int, path: Path) -> None:

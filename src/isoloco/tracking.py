@@ -293,12 +293,15 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.close()
         if error is not None and self.run_dir.manifest["state"] == "running":
-            if isinstance(error, KeyboardInterrupt):
-                self.run_dir.update(state="stopped")
-            else:
+            state: dict[str, Any] = {"state": "stopped"}
+            if not isinstance(error, KeyboardInterrupt):
                 first = str(error).strip().split("\n")[0]
-                told = first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}"
-                self.run_dir.update(state="failed", error=told)
+                ours = isinstance(error, ValueError | MemoryError) and first
+                state = {"state": "failed", "error": first if ours else f"{type(error).__name__}: {first}"}
+            try:
+                self.run_dir.update(**state)
+            except OSError as unwritten:  # must not take the place of the error itself
+                self.warn(f"run.json cannot be written ({unwritten.strerror}): it still says that the run is running")
 
 
 class Follower:
