@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -37,11 +38,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Job:
-    """A training: options by dotted name, the file of its phases, and the file of what it prints."""
+    """A training: options by dotted name, the file of its phases, and the file of what it prints.
+
+    ``elastic``: worker and lighthouse, where it is one of several processes.
+    """
 
     options: dict[str, Any]
     phases: Path
     printed: Path
+    elastic: dict[str, Any] | None = None
 
     def read(self) -> list[Line]:
         """The phases so far; a line that was torn is left out."""
@@ -50,7 +55,7 @@ class Job:
 
 
 class Nursery:
-    """Starts trainings, each ``train(config, resume="auto")``, as a scheduler would."""
+    """Starts trainings, each ``train(config, resume="auto")`` or ``train_elastic``, as a scheduler would."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -69,6 +74,10 @@ class Nursery:
         """Train in the nursery itself; RuntimeError where that fails. The first time takes its imports' seconds."""
         self._ask("here", job)
 
+    def load(self, *modules: str) -> None:
+        """Import what the trainings will need beside what ``here`` needs."""
+        self._ask("load", list(modules))
+
     def start(self, job: Job) -> int:
         """Begin a training in a process of its own, and return its id, which stays its own until `wait`."""
         return self._ask("start", job)
@@ -77,7 +86,7 @@ class Nursery:
         """How a process ended: its exit code, or minus the signal that killed it."""
         return self._ask("wait", process)
 
-    def _ask(self, what: str, argument: Job | int) -> int:
+    def _ask(self, what: str, argument: Job | int | list[str]) -> int:
         assert self._process.stdin
         assert self._process.stdout
         told = vars(argument) if isinstance(argument, Job) else argument
@@ -96,7 +105,12 @@ def serve(requests: Iterator[str], answer: Callable[[str], None]) -> None:
         if what == "wait":
             answer(str(os.waitstatus_to_exitcode(os.waitpid(told, 0)[1])))
             continue
-        job = Job(told["options"], Path(told["phases"]), Path(told["printed"]))
+        if what == "load":
+            for module in told:
+                importlib.import_module(module)
+            answer("0")
+            continue
+        job = Job(told["options"], Path(told["phases"]), Path(told["printed"]), told["elastic"])
         if what == "here":
             _train(job)
             gc.collect()
@@ -106,11 +120,12 @@ def serve(requests: Iterator[str], answer: Callable[[str], None]) -> None:
             continue
         process = os.fork()
         if process == 0:
-            _train_and_exit(job)
+            train_and_exit(job)
         answer(str(process))
 
 
-def _train_and_exit(job: Job) -> None:
+def train_and_exit(job: Job) -> None:
+    """The whole life of a forked process."""
     code = 1
     try:
         printed = os.open(job.printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -137,7 +152,12 @@ def _train(job: Job) -> None:
 
     try:
         observe("begin")
-        train(from_flat(job.options), resume="auto", observe=observe)
+        if job.elastic is None:
+            train(from_flat(job.options), resume="auto", observe=observe)
+        else:
+            from isoloco.elastic import train_elastic
+
+            train_elastic(from_flat(job.options), **job.elastic, observe=observe)
         observe("end")
     finally:
         os.close(file)

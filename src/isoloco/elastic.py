@@ -17,6 +17,7 @@ from typing import Any
 
 from .comm import Comm, processes
 from .config import RunConfig, identity
+from .console import relative
 from .data.feed import checksum
 from .elastic_round import ElasticRound
 from .presets import METHODS
@@ -94,12 +95,13 @@ class ElasticRun(_Run):
             self.elastic.close()
 
     def _take_place(self, resumed: Any, *args: Any) -> Path:
-        if resumed is None:
+        # one that died as it left the model, after the last round, ends what it began
+        if resumed is None or resumed.manifest["state"]["step"] < self.plan.steps:
             mine = identity(self.config, data_checksum=checksum(self.data))
             for other in sorted(Path(str(self.config.out_dir)).parent.glob("worker-*/run.json")):
                 manifest = RunDir.open(other.parent).manifest
                 if manifest["state"] == "finished" and manifest.get("identity") == mine:
-                    raise ValueError(f"{other.parent}: this training has finished; choose another out_dir or budget")
+                    raise ValueError(f"{relative(other.parent)}: this training has finished; to train anew set out_dir")
         return super()._take_place(resumed, *args)
 
     def _tracker(self, resumed: Any, *, quiet: bool) -> Tracker:
@@ -109,12 +111,12 @@ class ElasticRun(_Run):
             resume=resumed is not None,
         )  # fmt: skip
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         if self.elastic.leads:
-            super()._evaluate()
+            super().evaluate()
 
-    def _leave_model(self, tracker: Tracker) -> None:
+    def _leave(self, ended: str) -> None:
         if self.elastic.leads:
-            super()._leave_model(tracker)
+            super()._leave(ended)
         else:
-            self.run_dir.update(state="finished" if self.state.step == self.plan.steps else "stopped")
+            self.run_dir.update(state=ended)

@@ -90,7 +90,7 @@ class ElasticRound(Round):
         self.lighthouse = Lighthouse(self.address, worker=self.id, timeout_s=self.timeout_s)
         self.group = Group(timeout_s=self.timeout_s)
         self._joined = True
-        self._meet(None, since=time.monotonic())
+        self._meet(None, since=time.monotonic() if self.state.step < self.total_steps else None)
 
     def _inner_loop(self, steps: int) -> None:
         state, own = self.state, self.state.workers[self.id]
