@@ -109,7 +109,8 @@ class Range:
         run = Path(job.options["out_dir"])
         number, delay_s = self._aim(reference, lines, phase)
         victim = self.nursery.start(job)
-        _strike(victim, job, PHASES[phase], number, delay_s)
+        writing = run / "checkpoints" if phase == "checkpoint" else None
+        _strike(victim, job, PHASES[phase], number, delay_s, writing)
         if self.nursery.wait(victim) != -signal.SIGKILL:
             return Outcome(method, phase, "none", differences(reference, run))
         hit = phase_hit(run, job.read())
@@ -145,24 +146,26 @@ class Range:
         return chosen, self.random.uniform(0, length_s)
 
 
-def _strike(victim: int, job: Job, announced: tuple[str, ...], number: int, delay_s: float) -> None:
-    """SIGKILL some time after the ``number``-th of these announcements; nothing where the victim ends before."""
+def _strike(
+    victim: int, job: Job, announced: tuple[str, ...], number: int, delay_s: float, writing: Path | None
+) -> None:
+    """SIGKILL some time after the ``number``-th of these announcements; nothing where the victim ends before.
+
+    ``writing``: a directory; the time counts from when a checkpoint is begun there.
+    """
     while not job.phases.exists():
         time.sleep(0.0002)
     with job.phases.open("rb") as file:
         rest, seen = b"", 0
-        while True:
+        while not _is_dead(victim):
             *lines, rest = (rest + file.read()).split(b"\n")
-            for line in lines:
-                phase = json.loads(line)[0]
-                if phase == "end":
-                    return
-                seen += phase in announced
-                if seen > number:
-                    time.sleep(delay_s)
-                    os.kill(victim, signal.SIGKILL)
-                    return
-            if _is_dead(victim):
+            phases = [json.loads(line)[0] for line in lines]
+            if "end" in phases:
+                return
+            seen += sum(phase in announced for phase in phases)
+            if seen > number and (writing is None or any(writing.glob(".r*"))):
+                time.sleep(delay_s)
+                os.kill(victim, signal.SIGKILL)
                 return
             time.sleep(0.0002)
 
@@ -175,7 +178,7 @@ def _is_dead(process: int) -> bool:
 
 def phase_hit(run: Path, lines: list[Line]) -> str:
     """The phase in which a process died, from what it left; "between" where it was in none of them."""
-    if run.is_dir() and any(path.name.startswith(".r") for path in (run / "checkpoints").glob(".*")):
+    if any((run / "checkpoints").glob(".r*")):
         return "checkpoint"  # a checkpoint that has no name yet, or is being removed
     last = lines[-1]
     records = read_metrics(run) if run.is_dir() else []
