@@ -234,8 +234,9 @@ def differences(reference: Path, run: Path) -> tuple[str, ...]:
 
 
 def _contents(run: Path) -> dict[str, Any]:
-    """What is in the model's files and in the checkpoints': optimizer states, anchor, where the training stands."""
-    found: dict[str, Any] = {f"model/{path.name}": digest(path) for path in (run / "model").iterdir()}
+    """What is in the models' files and in the checkpoints': optimizer states, anchor, where the training stands."""
+    models = [path for name in ("model", "best") for path in (run / name).iterdir()]
+    found: dict[str, Any] = {f"{path.parent.name}/{path.name}": digest(path) for path in models}
     for checkpoint in whole(run / "checkpoints"):
         manifest = read_manifest(checkpoint)
         verify(checkpoint, manifest)
