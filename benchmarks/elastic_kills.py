@@ -1,6 +1,6 @@
 """Elastic workers killed, a dozen times in one run: `python -m benchmarks.elastic_kills`.
 
-Three processes train under a real `torchft_lighthouse`; this one kills them (SIGKILL) and starts them again: in their
+Three processes train under a real Lighthouse; this one kills them (SIGKILL) and starts them again: in their
 inner steps, in the all-reduce, while one rejoins (at the Lighthouse, while it gets the state, and the donor that gives
 it), two at once, before the first round ends, and the Lighthouse itself. The phase that a kill has hit is read
 afterwards from what the dead process left; a kill that missed the phase it was aimed at does not count, and is tried
@@ -33,7 +33,8 @@ from .victims import ENVIRONMENT, Job, Line, Nursery
 
 WORKERS, SYNC_EVERY, ROUNDS = 3, 4, 110
 TIMEOUT_S = 20.0
-HEARTBEAT_MS, JOIN_MS = 2000, 15000  # of the Lighthouse: when a worker is dead, how long others are waited for
+HEARTBEAT_MS, JOIN_MS = 3000, 15000  # of the Lighthouse: when a worker is dead, how long others are waited for
+OUTAGE_S = 3.0  # without a Lighthouse
 POLL_S = 0.0002
 # many positions: a state that takes a while to travel, and costs no time to train
 NETWORK = {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 2, "vocab_size": None, "n_positions": 8192}
@@ -76,7 +77,7 @@ class Crew:
     @property
     def round(self) -> int:
         """The furthest round of those that live."""
-        return max(line.info["round"] for worker in self.pids for line in self.committed(worker))
+        return max((line.info["round"] for worker in self.pids for line in self.committed(worker)), default=0)
 
     def start(self, worker: int) -> None:
         self._count += 1
@@ -126,12 +127,12 @@ class Crew:
         while not all(self.committed(worker) for worker in self.workers):
             _pause(until, "not all workers joined")
 
-    def progress_s(self, since_s: float) -> float:
-        """Seconds from a moment to the first meeting after it that came to its end, in a process that lives."""
+    def progress_s(self, since_s: float, beyond: int) -> float:
+        """Seconds from a moment until a process that lives has committed a round after this one."""
         until = time.monotonic() + 6 * TIMEOUT_S
         while True:
-            found = [line.time for worker in self.pids for line in self.committed(worker, after_s=since_s)]
-            if found:
+            lines = [line for worker in self.pids for line in self.committed(worker, after_s=since_s)]
+            if found := [line.time for line in lines if line.info["round"] > beyond]:
                 return min(found) - since_s
             _pause(until, "nobody went on after a kill")
 
@@ -207,53 +208,62 @@ def in_first_round(crew: Crew, worker: int) -> Hit:
 
 def _go_on(crew: Crew, aimed: str, last: Line, *, hit: bool, back: list[int]) -> Hit:
     """Seconds until the others have gone on; then start who was killed, and wait until all take part."""
-    killed_s = time.time()
-    progress_s = crew.progress_s(killed_s)
+    killed_s, before = time.time(), crew.round
+    progress_s = crew.progress_s(killed_s, before)
     begun_s = time.time()
     for worker in back:
         crew.start(worker)
     crew.await_all()
-    return Hit(aimed, hit, last.phase, crew.round, progress_s, time.time() - begun_s)
+    return Hit(aimed, hit, last.phase, before, progress_s, time.time() - begun_s)
 
 
 class Beacon:
-    """A `torchft_lighthouse` at a port of its own, which can be killed and started again."""
+    """A Lighthouse at a port of its own, which can be killed, and the one that takes its place."""
 
     def __init__(self) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
         self.address = f"http://{socket.gethostname()}:{self.port}"
+        self._waiting = [self._load(), self._load()]
+        for each in self._waiting:
+            assert each.stdout
+            each.stdout.readline()
         self.start()
 
-    def start(self) -> None:
+    def _load(self) -> subprocess.Popen[bytes]:
         command = [
-            Path(sys.executable).with_name("torchft_lighthouse"), "--bind", f"[::]:{self.port}", "--min_replicas", "1",
-            "--join_timeout_ms", f"{JOIN_MS}", "--heartbeat_timeout_ms", f"{HEARTBEAT_MS}",
+            sys.executable, Path(__file__).with_name("lighthouse.py"), "--bind", f"[::]:{self.port}",
+            "--min_replicas", "1", "--join_timeout_ms", f"{JOIN_MS}", "--heartbeat_timeout_ms", f"{HEARTBEAT_MS}",
         ]  # fmt: skip
-        self.process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL)
-        until = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                _pause(until, "the Lighthouse did not start")
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdin=pipe, stdout=pipe)
+
+    def start(self) -> None:
+        self._process = self._waiting.pop()
+        assert self._process.stdin
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        for process in (self._process, *self._waiting):
+            process.kill()
+            process.wait()
 
 
 def without_lighthouse(crew: Crew, beacon: Beacon) -> Hit:
-    """Kill the Lighthouse while workers take inner steps, and start it again."""
+    """Kill the Lighthouse while workers take inner steps, and start another one a few seconds later."""
     crew.await_all()
     last = crew.await_phase(0, "inner")
     beacon.kill()
-    killed_s = time.time()
+    killed_s, before = time.time(), crew.round
+    time.sleep(OUTAGE_S)
     beacon.start()
-    back_s = time.time()
-    return Hit("the Lighthouse", True, last.phase, crew.round, crew.progress_s(killed_s), back_s - killed_s)
+    return Hit("the Lighthouse", True, last.phase, before, crew.progress_s(killed_s, before), OUTAGE_S)
 
 
 def kill_all(crew: Crew, beacon: Beacon, *, most: int = 8) -> list[Hit]:
@@ -333,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
             hits = kill_all(crews[1], beacon)
             killed = crews[1].end()
     finally:
-        beacon.kill()
+        beacon.close()
     losses = [last_loss(crew.run) for crew in crews]
     apart = abs(losses[1] / losses[0] - 1)
     kept = anchors(crews[1].run)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from isoloco import train
 from isoloco.config import from_flat
 from isoloco.launch import elastic_flags
+from isoloco.meeting import Card, arrange
 from isoloco.metrics import read_metrics
-from isoloco.quorum import Card, arrange
 
 
 def card(worker: int, **changes: Any) -> Card:

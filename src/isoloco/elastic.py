@@ -85,7 +85,7 @@ class ElasticRun(_Run):
         super().__init__(prepared, *args, **launch)
         self.training = self.elastic = ElasticRound(
             self.training, self.state, config=self.config, total_steps=self.plan.steps, identity=prepared.identity,
-            lighthouse=lighthouse, event=self.tracker.event,
+            lighthouse=lighthouse, event=self.tracker.event, warn=self.tracker.warn,
         )  # fmt: skip
 
     def loop(self) -> TrainResult:

@@ -12,8 +12,9 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from .config import RunConfig
+from .meeting import Card, Meeting, arrange
 from .outline import digest_of
-from .quorum import Card, Group, Lighthouse, Lost, Meeting, arrange
+from .quorum import Group, Lighthouse, Lost
 from .reduction import square_of
 from .round import Round, RoundState, mean_cosine, mean_loss
 from .seeds import stable_hash
@@ -27,7 +28,8 @@ BUCKET_BYTES = 2**26  # of deltas that are summed at a time
 class ElasticRound(Round):
     """A `Round` over the same parts, with the outer step replicated in every process.
 
-    ``event(kind, **fields)`` hears of members that were lost and of states that were received.
+    ``event(kind, **fields)`` hears of members that were lost and of states that were received, ``warn(line)`` of a
+    Lighthouse that does not answer.
     """
 
     outer: Any
@@ -42,6 +44,7 @@ class ElasticRound(Round):
         identity: str,
         lighthouse: str,
         event: Callable[..., None],
+        warn: Callable[[str], None],
     ) -> None:
         super().__init__(
             parts.worker, workers=config.workers, reduction=parts.reduction, outer=parts.outer, comm=parts.comm,
@@ -50,7 +53,7 @@ class ElasticRound(Round):
         assert parts.reduction is not None
         self.rule, self.id = parts.reduction.reduce, self.hosted[0]
         self.state, self.config, self.total_steps = state, config, total_steps
-        self.identity, self.address, self.event = identity, lighthouse, event
+        self.identity, self.address, self.event, self.warn = identity, lighthouse, event, warn
         self.timeout_s = config.comm.timeout_s
         self.born_s = time.time()
         self.lineage = self._digest()
@@ -87,7 +90,7 @@ class ElasticRound(Round):
 
     def _join(self) -> None:
         self.observe("join")
-        self.lighthouse = Lighthouse(self.address, worker=self.id, timeout_s=self.timeout_s)
+        self.lighthouse = Lighthouse(self.address, worker=self.id, timeout_s=self.timeout_s, warn=self.warn)
         self.group = Group(timeout_s=self.timeout_s)
         self._joined = True
         self._meet(None, since=time.monotonic() if self.state.step < self.total_steps else None)

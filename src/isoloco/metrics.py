@@ -28,6 +28,7 @@ is before any training); ``tokens`` are those read by all workers together, up t
               comm_s              seconds of these in which the first process exchanged bytes
               save_s              seconds that the training stood still for a checkpoint since the last round
               tokens_per_s        of the round
+              workers, wait_s     elastic only: whose deltas count, seconds until all were there
               resources_s         mfu (null where the device's peak is unknown), peak_memory_bytes
     eval      tokens
               split               valid or test

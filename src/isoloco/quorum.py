@@ -1,9 +1,8 @@
 """How elastic workers meet: torchft's Lighthouse says who is there, a gloo group of those carries what they bring.
 
-Each process lays down a `Card` at the Lighthouse and gets the cards of all who are there at that time. From the same
-cards everybody draws the same conclusions (`arrange`): whose state the meeting goes on from, who is behind and gets it
-from whom, what the deltas weigh. What needs all of them runs in a `Group`; once one of its processes is lost nothing of
-the meeting counts, and those who are left meet again.
+Each process lays down a card at the Lighthouse and gets the cards of all who are there (see `isoloco.meeting`). What
+needs all of them runs in a `Group`; once one of its processes is lost nothing of the meeting counts, and those who are
+left meet again.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .seeds import stable_hash
+from .meeting import Card, Meeting
 
 HEARTBEAT_S = 0.5  # the Lighthouse takes a worker for dead after 5 s without one, unless it is told otherwise
+ANSWER_S = 2.0  # in which it answers a heartbeat
 CONNECT_S = 20.0  # in which a member that is alive answers
 PIECE_BYTES = 2**24  # of a state that is handed over, so that each piece arrives in time
 
@@ -34,88 +33,12 @@ class Lost(Exception):
     """A member of the meeting is gone, or did not answer in time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """What a worker says of itself. ``lineage`` is how its anchor came about: two of one lineage have the same."""
-
-    worker: int
-    born_s: float  # of two processes with one worker id the later one counts
-    identity: str  # of its config and data
-    round: int
-    step: int
-    lineage: str
-    digest: str  # of the anchor, where it is compared
-    waits: bool  # for everybody, before the first round
-    trained: bool
-    weight: float  # inner steps that are in its delta
-    loss: float | None
-    skipped: int
-    norm: float  # of its delta
-    group: str  # the group that it is still connected to
-    ticket: str
-    store: str  # where a group of which it is the first member connects
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What follows from the cards: all members conclude the same."""
-
-    cards: list[Card]  # by worker
-    base: Card  # whose state the meeting goes on from
-    donors: dict[int, int]  # worker that is behind -> worker that gives it its state
-
-    @property
-    def workers(self) -> list[int]:
-        return [card.worker for card in self.cards]
-
-    @property
-    def counted(self) -> list[Card]:
-        """The cards of those whose deltas are of the base's anchor, and not empty."""
-        return [card for card in self.cards if card.lineage == self.base.lineage and card.weight > 0]
-
-    @property
-    def weight(self) -> float:
-        """Of all deltas together."""
-        return sum(card.weight for card in self.counted)
-
-    @property
-    def key(self) -> str:
-        """Name of this meeting and of no other."""
-        return f"{stable_hash(*(card.ticket for card in self.cards)):x}"
-
-    def waits(self, workers: int) -> bool:
-        """Whether nobody has begun and others are expected: all meet again in a moment."""
-        return len(self.cards) < workers and all(card.waits for card in self.cards)
-
-
-def arrange(cards: Sequence[Card]) -> Meeting:
-    """A meeting of one config; members of another are left out, and so are processes whose worker id was taken over.
-
-    The meeting goes on from the furthest round; of several anchors there, from the one that most members have.
-    """
-    latest = {card.worker: card for card in sorted(cards, key=lambda card: (card.born_s, card.ticket))}
-    members = [latest[worker] for worker in sorted(latest)]
-    identity = _most(card.identity for card in members)
-    members = [card for card in members if card.identity == identity]
-    furthest = [card for card in members if card.round == max(each.round for each in members)]
-    lineage, digest = _most((card.lineage, card.digest) for card in furthest)
-    holders = [card for card in furthest if (card.lineage, card.digest) == (lineage, digest)]
-    behind = [card.worker for card in members if card not in holders]
-    donors = {worker: holders[i % len(holders)].worker for i, worker in enumerate(behind)}
-    return Meeting(members, holders[0], donors)
-
-
-def _most(values: Iterator[Any]) -> Any:
-    """The most frequent value; of several the one that comes first."""
-    return Counter(values).most_common(1)[0][0]
-
-
 class Lighthouse:
     """The client's side of torchft's Lighthouse: who is there. Heartbeats run beside the training."""
 
-    def __init__(self, address: str, *, worker: int, timeout_s: float) -> None:
+    def __init__(self, address: str, *, worker: int, timeout_s: float, warn: Callable[[str], None]) -> None:
         self.address = address if "//" in address else f"http://{address}"
-        self.timeout_s = timeout_s
+        self.timeout_s, self.warn = timeout_s, warn
         self.replica = f"worker-{worker}-{secrets.token_hex(4)}"
         self._tickets = 0
         self._client = self._patiently(lambda client: client)
@@ -135,7 +58,7 @@ class Lighthouse:
         """Lay down a card, and wait for those of all others who are there. ValueError once comm.timeout_s is over."""
 
         def ask(client: Any) -> Any:
-            left = datetime.timedelta(seconds=self.timeout_s)
+            left = _seconds(self.timeout_s)
             return client.quorum(
                 replica_id=self.replica, timeout=left, store_address=card.store, step=card.round, world_size=1,
                 data=asdict(card),
@@ -162,17 +85,20 @@ class Lighthouse:
         """Ask the Lighthouse, and once more where it is gone, until it is back."""
         from torchft.coordination import LighthouseClient
 
-        started = time.monotonic()
+        started, tried = time.monotonic(), False
         client = getattr(self, "_client", None)
         while True:
             try:
                 if client is None:
-                    client = LighthouseClient(self.address, datetime.timedelta(seconds=min(CONNECT_S, self.timeout_s)))
+                    client = LighthouseClient(self.address, _seconds(min(CONNECT_S, self.timeout_s)))
                     if hasattr(self, "_client"):
                         time.sleep(2 * HEARTBEAT_S)  # so that one that was started anew has heard of the others
                 self._client = client
                 return do(client)
             except (RuntimeError, TimeoutError) as error:
+                if not tried:
+                    self.warn(f"no answer from the Lighthouse at {self.address}; trying for {self.timeout_s:g} s")
+                tried = True
                 if time.monotonic() - started > self.timeout_s:
                     raise ValueError(
                         f"the Lighthouse at {self.address} named no members within comm.timeout_s = "
@@ -187,8 +113,8 @@ class Lighthouse:
         client = None
         while not self._closed.wait(HEARTBEAT_S):
             try:
-                client = client or LighthouseClient(self.address, datetime.timedelta(seconds=HEARTBEAT_S))
-                client.heartbeat(self.replica, datetime.timedelta(seconds=HEARTBEAT_S))
+                client = client or LighthouseClient(self.address, _seconds(ANSWER_S))
+                client.heartbeat(self.replica, _seconds(ANSWER_S))
             except (RuntimeError, TimeoutError):
                 client = None
 
@@ -202,9 +128,16 @@ class Group:
 
         self.timeout_s, self.key = timeout_s, ""
         self._connect_s = min(CONNECT_S, timeout_s)
-        self._store = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
-        self.store = f"{socket.gethostname()}:{self._store.port}"
-        self._processes = ProcessGroupGloo(timeout=datetime.timedelta(seconds=self._connect_s))
+        host = socket.gethostname()
+        try:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_seconds(self._connect_s))
+        except RuntimeError as error:
+            raise ValueError(
+                f"this machine cannot be reached by its own name {host} ({_first_line(error)}); make it resolve here "
+                "and on the machines of the other workers"
+            ) from None
+        self.store = f"{host}:{self._store.port}"
+        self._processes = ProcessGroupGloo(timeout=_seconds(self._connect_s))
         self._size = 1
 
     def connect(self, meeting: Meeting, worker: int) -> None:
@@ -235,7 +168,7 @@ class Group:
 
         if self._size > 1:
             options = AllreduceOptions()
-            options.timeout = datetime.timedelta(seconds=self.timeout_s)
+            options.timeout = _seconds(self.timeout_s)
             with self._lost():
                 self._processes.allreduce([flat], options).wait()
 
@@ -267,6 +200,10 @@ class Group:
         except (RuntimeError, OSError) as error:
             self.leave()
             raise Lost(_first_line(error)) from None
+
+
+def _seconds(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)
 
 
 def _pieces(data: Tensor) -> Sequence[Tensor]:
