@@ -254,6 +254,25 @@ def test_any_optimizer_of_torch_s_and_two_inner_ones() -> None:
     assert "out.weight" not in sync.anchor
 
 
+def test_a_step_that_a_grad_scaler_skips_counts() -> None:
+    """Workers count calls, so that one whose gradient overflows stays with the others; nothing else changes."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = isoloco.DiLoCo(model, isoloco.OuterOptimizer(model.parameters(), lr=1.0), sync_every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        before = values(model)
+        scaler.scale(toy.loss(model, toy.batch(0, step)) * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.step(inner)
+        scaler.update()
+        inner.zero_grad()
+        if step == 2:
+            toy.assert_same(values(model), before)
+        assert sync.step() == (step % 2 == 1)
+    assert sync.round == 2
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_low_precision_moves_the_float32_anchor() -> None:
     """inner lr 0 changes nothing, and outer updates of a thousandth of a bf16 ulp add up."""
     model = nn.Linear(2, 2, bias=False).bfloat16()
