@@ -137,7 +137,7 @@ class Board:
     def manifest(self, run: Run) -> dict[str, Any]:
         try:
             return json.loads((self.directory(run) / "run.json").read_text("utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, json.JSONDecodeError):  # a run that is about to begin has an empty one
             return {}
 
     def loss(self, run: Run) -> float | None:
