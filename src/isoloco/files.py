@@ -46,10 +46,10 @@ def seal(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "blake2b": _checksum(content)}
 
 
-def unseal(sealed: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What `seal` got. ValueError where that has changed; data without a checksum pass."""
+def unseal(sealed: dict[str, Any], path: Path, *, always: bool = True) -> dict[str, Any]:
+    """What `seal` got. ValueError where that has changed, and (``always``) where there is no seal."""
     content = {key: value for key, value in sealed.items() if key != "blake2b"}
-    if "blake2b" in sealed and sealed["blake2b"] != _checksum(content):
+    if sealed.get("blake2b", None if always else _checksum(content)) != _checksum(content):
         raise ValueError(f"{path} is damaged: it is not what was written")
     return content
 

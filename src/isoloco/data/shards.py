@@ -228,7 +228,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT!r}: {_again(directory)}")
-    return unseal(manifest, path)
+    return unseal(manifest, path, always=False)  # earlier manifests have none
 
 
 def _from_manifest(directory: Path) -> Data:
