@@ -18,6 +18,7 @@ pytestmark = pytest.mark.dist
 
 WORKERS, SYNC_EVERY, ROUNDS = 8, 2, 5
 METHODS = ("isoloco", "ties", "dare", "tsv", "iso_cts", "isoloco_muon")
+FEWER = ("isoloco", "ties", "tsv")  # with as many processes as workers
 WIRES = ("bfloat16", "int8")
 LAYOUTS = ((2, 2), (4, 4), (8, 8), (4, 2))  # processes, islands
 
@@ -50,7 +51,7 @@ def every_training(
     comm: Comm, *, ordered: bool, data_parallel: Comm | None = None
 ) -> dict[str, dict[int, dict[str, Tensor]]]:
     comm.ordered = ordered
-    found = {method: training(comm, method) for method in METHODS}
+    found = {method: training(comm, method) for method in (METHODS if comm.processes < WORKERS else FEWER)}
     found["dp"] = training(data_parallel or comm, "dp")
     return found | {wire: training(comm, "isoloco", wire) for wire in WIRES}
 
@@ -82,7 +83,8 @@ def test_every_layout_trains_alike(processes, islands, one_process, tmp_path):
     results = together(processes, work, tmp_path)
     for found in results[1:]:
         toy.assert_same(found, results[0])  # every process has the same anchor
-    for method, expected in one_process.items():
+    for method in results[0][True]:
+        expected = one_process[method]
         if islands == processes or method == "dp":
             toy.assert_same(results[0][True][method], expected, method)
         for step, bound in ((SYNC_EVERY, 1e-5), (SYNC_EVERY * ROUNDS, 1e-3)):

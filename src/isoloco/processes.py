@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from .comm import Comm, Signal
 
 BUCKET_BYTES = 2**25  # of gradients that travel together
+CHUNK_BYTES, CHUNKS_UNDER_WAY = 2**18, 4  # of what two processes send each other at a time
 T = TypeVar("T")
 
 
@@ -61,14 +63,40 @@ class ProcessComm(Comm):
                 f"({_first_line(error)}); see what they said last, and go on with --resume"
             ) from None
 
-    def _all_to_all(self, sent: list[Tensor], received_bytes: list[int], group: Any, own: int, *, link: bool) -> Any:
-        """Each peer's part of what it sent to this process, as one flat uint8 tensor per peer."""
-        outgoing = torch.cat(sent)
-        incoming = outgoing.new_empty(sum(received_bytes))
-        sizes = [part.numel() for part in sent]
-        dist.all_to_all_single(incoming, outgoing, received_bytes, sizes, group=group)
-        self._count(sum(sizes) - sizes[own], sum(received_bytes) - received_bytes[own], link=link)
-        return incoming.split(received_bytes)
+    def _all_to_all(
+        self, sent: list[Tensor], received_bytes: list[int], group: Any, own: int, *, largest: int, link: bool
+    ) -> list[Tensor]:
+        """What each peer sent to this process, flat uint8; ``largest``: bytes of the longest part of any two peers.
+
+        In small pieces, a few on their way at a time: gloo has one connection between two processes, and whole messages
+        that cross on it take turns, which doubles the time on a slow link.
+        """
+        arrived = [sent[i] if i == own else sent[i].new_empty(n) for i, n in enumerate(received_bytes)]
+        piece = CHUNK_BYTES if sent[0].device.type == "cpu" else max(largest, 1)
+        under_way: deque[tuple[Any, Tensor, list[Tensor], Tensor]] = deque()
+
+        def take_first() -> None:
+            work, incoming, places, _ = under_way.popleft()
+            work.wait()
+            for place, found in zip(places, incoming.split([p.numel() for p in places]), strict=True):
+                place.copy_(found)
+
+        for start in range(0, largest, piece):
+            parts = [part[start : start + piece] if i != own else part[:0] for i, part in enumerate(sent)]
+            places = [part[start : start + piece] if i != own else part[:0] for i, part in enumerate(arrived)]
+            outgoing, sizes = torch.cat(parts), [place.numel() for place in places]
+            incoming = outgoing.new_empty(sum(sizes))
+            work = dist.all_to_all_single(
+                incoming, outgoing, sizes, [part.numel() for part in parts], group=group, async_op=True
+            )
+            under_way.append((work, incoming, places, outgoing))  # outgoing is kept alive until it has gone
+            if len(under_way) == CHUNKS_UNDER_WAY:
+                take_first()
+        while under_way:
+            take_first()
+        lengths = [part.numel() for part in sent]
+        self._count(sum(lengths) - lengths[own], sum(received_bytes) - received_bytes[own], link=link)
+        return arrived
 
     def _count(self, sent: int, received: int, *, link: bool) -> None:
         self.sent_bytes += sent
@@ -85,8 +113,12 @@ class ProcessComm(Comm):
         outgoing = [_flat([t for name, t in sent.items() if owner[name] == peer], like) for peer in peers]
         owned = [name for name in sent if owner[name] == self.rank]
         sizes = [[size(i, name) for name in owned] for i in range(len(peers))]
+        lengths = {
+            peer: [sum(size(i, n) for n in sent if owner[n] == peer) for i in range(len(peers))] for peer in peers
+        }
+        largest = max(length for peer in peers for length in lengths[peer])
         with self._told("in the exchange of deltas", timed=True):
-            arrived = self._all_to_all(outgoing, [sum(s) for s in sizes], self._ring, own, link=True)
+            arrived = self._all_to_all(outgoing, lengths[self.rank], self._ring, own, largest=largest, link=True)
         parts = [flat.split(s) for flat, s in zip(arrived, sizes, strict=True)]
         return {name: [part[k] for part in parts] for k, name in enumerate(owned)}
 
@@ -108,7 +140,8 @@ class ProcessComm(Comm):
         out = _flat([_bytes(t) for t in held[self.rank]], like)
         sizes = [sum(t.numel() * t.element_size() for t in held[rank]) for rank in ranks]
         own = ranks.index(self.rank)
-        for rank, flat in zip(ranks, self._all_to_all([out] * len(ranks), sizes, group, own, link=link), strict=True):
+        arrived = self._all_to_all([out] * len(ranks), sizes, group, own, largest=max(sizes), link=link)
+        for rank, flat in zip(ranks, arrived, strict=True):
             if rank != self.rank:
                 parts = flat.split([t.numel() * t.element_size() for t in held[rank]])
                 for tensor, part in zip(held[rank], parts, strict=True):
