@@ -104,7 +104,7 @@ class ElasticRound(Round):
         self.worker.run(steps, first_step=state.step, turn=state.turn, stop=self.stop)
         own.optimizer, own.version = self.worker.inner.state_out(), state.step + state.turn.steps
         self._take_delta(state.turn)
-        self.shelf.put(self.id, own)
+        self.shelf.put(self.id, state.workers[self.id])
 
     @torch.no_grad()
     def _take_delta(self, turn: Turn) -> None:
