@@ -45,6 +45,8 @@ def open_data(path: str | Path) -> "Data":
         raise ValueError(
             f"{directory} holds an unfinished preparation: run the same `isoloco prepare` again to finish it"
         )
+    if (directory / "tokenizer").is_dir():
+        raise ValueError(f"{directory / MANIFEST} is missing: {_again(directory)}")
     return _from_files(directory)
 
 
