@@ -212,6 +212,8 @@ class ProcessComm(Comm):
             raise ValueError(f"rank {rank} cannot go on: {told}")
 
     def close(self) -> None:
+        # the groups' threads end with the last reference, which must not be left to the interpreter's end
+        self._ring = self._home = None
         if self._ours:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
