@@ -23,7 +23,7 @@ usage: isoloco COMMAND ...
   evaluate    held-out loss of a run or a model           isoloco evaluate runs/quickstart-1
   merge       merge models trained from one base          isoloco merge base expert1 expert2 -o merged
   study       the runs behind a table                     isoloco study run quickstart
-  plan        memory, bytes and steps, before training    isoloco plan quickstart --workers 32
+  plan        memory, bytes and steps, before training    isoloco plan quickstart --workers 16
   methods     methods, reduces and transforms             isoloco methods isoloco
   recipes     the recipes that ship with the package      isoloco recipes --copy quickstart
 
@@ -113,7 +113,7 @@ ends with 0 done, 2 bad input, 75 saved after SIGTERM or SIGUSR1 (requeue it wit
 PLAN_HELP = """What a run will take, without training: steps, memory, bytes on the wire and on disk.
 
 examples:
-  isoloco plan quickstart --workers 32
+  isoloco plan quickstart --workers 16
   isoloco plan quickstart --bandwidth 100Mbit --latency 30ms --tokens-per-second 20e3
 
 over a link, for data-parallel training and each codec (--bandwidth and --tokens-per-second go together):
