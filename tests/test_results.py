@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from isoloco.climb import inside
 from isoloco.report import read_rows as rows_of
 from isoloco.report import table
-from isoloco.study import Study, inside, load
+from isoloco.study_file import Study, load
 
 RESULTS = sorted((Path(__file__).parent.parent / "docs" / "results").glob("*.csv"))
 

@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import isoloco.study as studies
+from isoloco.climb import Axis, Point, best_point, climb, inside
 from isoloco.recipe import packaged
-from isoloco.study import Axis, Board, Point, Run, best_point, climb, inside, load, run_study
+from isoloco.study import run_study
+from isoloco.study_board import Board, Run
+from isoloco.study_file import load, scales
 
 LR = Axis("inner.lr", start=1e-3, factor=2.0)
 MOMENTUM = Axis("outer.momentum", start=0.8, step=0.1, low=0.0, high=0.95)
@@ -316,15 +319,49 @@ def test_a_run_is_claimed_by_one_process_at_a_time(study, pretend):
 # study files
 
 
-@pytest.mark.parametrize("name", packaged("studies"))
-def test_packaged_studies_load_and_are_fair(name):
-    """Cells that are tuned have the same number of trials, enough for every axis."""
-    study = load(name)
+EVERY = [(name, scale) for name in packaged("studies") for scale in scales(name) or [None]]
+
+
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_packaged_studies_load_and_are_fair(name, scale):
+    """Cells that are tuned have the same number of trials, enough for every axis; three seeds, but on GPUs."""
+    study = load(name, scale)
     assert study.title
-    assert len(study.seeds) >= 3 or not any(cell.tune for cell in study.cells)
+    assert study.name == (name if scale is None else study.name)
+    large = scale not in (None, "mini")
+    assert len(study.seeds) >= 3 or large or not any(cell.tune for cell in study.cells)
     for cell in study.cells:
         if cell.tune:
             assert study.trials >= 1 + 2 * len(cell.tune)
+
+
+SCALED = """
+options: {sync_every: 2}
+cells: {a: {method: diloco}, b: {method: isoloco, outer.lr: 1.0}}
+scales:
+  small: {options: {workers: 4}, seeds: [7]}
+  large: {options: {workers: 8, sync_every: 4}, trials: 3, cells: {b: {outer.momentum: 0.5}, c: {method: ties}}}
+  other: quickstart
+"""
+
+
+def test_a_scale_lies_over_its_file(study):
+    with pytest.raises(ValueError, match="several scales: choose one with --scale, of small, large, other"):
+        study(SCALED)
+    small, large, other = (load("try.yaml", scale) for scale in ("small", "large", "other"))
+    assert (small.name, large.name, other.name) == ("try-small", "try-large", "quickstart")
+    assert small.options == {"sync_every": 2, "workers": 4}
+    assert [cell.name for cell in small.cells] == ["a", "b"]
+    assert small.seeds == (7,)
+    assert large.options == {"sync_every": 4, "workers": 8}
+    assert [cell.name for cell in large.cells] == ["b", "c"]
+    assert large.cells[0].options == {"method": "isoloco", "outer.lr": 1.0, "outer.momentum": 0.5}
+    assert large.trials == 3
+    for scale, message in (("smal", "unknown scale 'smal'; nearest: small"), (None, "choose one")):
+        with pytest.raises(ValueError, match=message):
+            load("try.yaml", scale)
+    with pytest.raises(ValueError, match="one scale only: leave --scale small out"):
+        load("quickstart", "small")
 
 
 @pytest.mark.parametrize(
@@ -338,6 +375,12 @@ def test_packaged_studies_load_and_are_fair(name):
         ("cells: {a: {tune: {outer.lr: {start: 1.0, factr: 2}}}}", "outer.lr takes a list"),
         ("cells: {a: {tune: {outer.lrr: [1.0]}}}", "unknown option 'outer.lrr'"),
         ("cells: {a: {grid: {workers: [3]}}}", "does not divide among 3 workers"),
+        ("cells: {a: {ours: [inner.lr]}}", "cell a: unknown option of the cell, in ours: 'inner.lr'"),
+        ("cells: {a: {paper: low}}", "cell a: paper takes the loss"),
+        ("cells: {a: {}}\nbaseline: b", "unknown cell as baseline 'b'"),
+        ("cells: {a: {}}\nlayout: {rows: method}", "layout takes rows and columns"),
+        ("scales: {}\ncells: 3", "takes 'recipe' and 'cells'"),
+        ("scales: [a]\ncells: {a: {}}", "scales takes a mapping"),
     ],
 )
 def test_a_mistake_in_a_study_is_one_line(text, message, study):

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from .study import Study
+from .study_file import Study
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
