@@ -46,8 +46,9 @@ def options(place: Path, name: str, *, rounds: int, workers: int = WORKERS) -> d
         "out_dir": str(place / name), "method": "isoloco", "model.config": str(place / "network.json"),
         "model.seq_len": 32, "data.path": str(place / "data"), "data.epochs": 1000.0, "workers": workers,
         "sync_every": SYNC_EVERY, "global_batch_size": 4 * workers, "budget.steps": rounds * SYNC_EVERY,
-        "eval.every_rounds": 0, "eval.tokens": 8192, "checkpoint.every_rounds": 5, "log.spectra_every_rounds": 0,
-        "transform.exclude": ["embedding"], "inner.lr": 0.003, "comm.timeout_s": TIMEOUT_S, "compute.threads": 1,
+        "eval.every_rounds": 0, "eval.tokens": 8192, "checkpoint.every_rounds": 10, "checkpoint.keep_last": 100,
+        "log.spectra_every_rounds": 0, "transform.exclude": ["embedding"], "inner.lr": 0.003,
+        "comm.timeout_s": TIMEOUT_S, "compute.threads": 1,
     }  # fmt: skip
 
 
