@@ -20,23 +20,23 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format wheel constraints clean
+.PHONY: help train test check docs-check docs format wheel constraints clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo 'Variables: ARGS="..." goes to isoloco train or pytest, PYTHON=python3.12 picks the interpreter, JOBS=$(JOBS) test processes.'
 
 train: $(STAMP)-run  ## train a small language model on the text that ships with the package
 	$(PY) -m isoloco train quickstart $(ARGS)
 
 # One thread for each test process: thread pools of several processes on the same cores slow each other down.
-test check: export OMP_NUM_THREADS := 1
-test check: export MKL_NUM_THREADS := 1
-test check: export OPENBLAS_NUM_THREADS := 1
+test check docs-check: export OMP_NUM_THREADS := 1
+test check docs-check: export MKL_NUM_THREADS := 1
+test check docs-check: export OPENBLAS_NUM_THREADS := 1
 # No test reads from the network: what tries to fails at once instead of waiting.
-test check: export HF_HUB_OFFLINE := 1
+test check docs-check: export HF_HUB_OFFLINE := 1
 
 test: $(STAMP)-dev  ## run every test
 	$(PYTEST) $(ARGS)
@@ -46,6 +46,12 @@ check: $(STAMP)-dev  ## lint, format, types and the quick tests
 	$(PY) -m ruff format --check
 	$(PY) -m pyright --pythonpath $(PY)
 	$(PYTEST) -m "not slow and not dist and not gpu" $(ARGS)
+
+docs-check: $(STAMP)-dev  ## hold the documentation to what is there: links, commands, snippets, figures
+	$(PYTEST) tests/test_docs.py $(ARGS)
+
+docs: $(STAMP)-docs  ## build the site of the documentation into site/
+	$(VENV)/bin/zensical build --strict
 
 format: $(STAMP)-dev  ## format the code and mend what ruff can
 	$(PY) -m ruff check --fix
@@ -62,7 +68,7 @@ constraints: | $(PY)  ## pin the newest releases of all but PyTorch in constrain
 	$(PY) -m venv "$$fresh"; \
 	"$$fresh/bin/python" -m pip install --quiet --upgrade pip; \
 	grep '^torch==' constraints.txt > "$$fresh/torch"; \
-	"$$fresh/bin/python" -m pip install --quiet --constraint "$$fresh/torch" --editable ".[$(EXTRAS)]" --group dev; \
+	"$$fresh/bin/python" -m pip install --quiet --constraint "$$fresh/torch" --editable ".[$(EXTRAS)]" --group dev --group docs; \
 	sed -n '/^#/p' constraints.txt > "$$fresh/pins"; \
 	"$$fresh/bin/python" -m pip list --format freeze | tr '[:upper:]_' '[:lower:]-' \
 	| grep -vE '^(isoloco|nvidia-|cuda-|triton)' | sed 's/+.*//' | LC_ALL=C sort >> "$$fresh/pins"; \
@@ -88,6 +94,11 @@ $(STAMP)-run: pyproject.toml constraints.txt | $(PY)
 $(STAMP)-dev: pyproject.toml constraints.txt | $(PY)
 	$(call install,--editable ".[$(EXTRAS)]" --group dev)
 	@touch $(STAMP)-run $@
+
+# Reads the sources, so the package need not be installed; the first stamp brings a pip that knows groups.
+$(STAMP)-docs: pyproject.toml constraints.txt | $(STAMP)-run
+	@$(PIP) --group docs
+	@touch $@
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

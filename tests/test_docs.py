@@ -98,7 +98,9 @@ def dry(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         if command == "plan":
             argv, _ = link_flags(argv)
         else:
-            argv, _ = elastic_flags(argv)
+            with monkeypatch.context() as patched:
+                patched.setenv("TORCHFT_LIGHTHOUSE", "host:29510")
+                argv, _ = elastic_flags(argv)
             argv, resume, _ = launch_flags(argv)
             if resume not in (None, "auto"):
                 assert not argv or argv[0].startswith("--")

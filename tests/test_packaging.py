@@ -22,7 +22,8 @@ import isoloco
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = [text for extra in PROJECT["project"]["optional-dependencies"].values() for text in extra]
-REQUIREMENTS = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"], *EXTRAS]
+GROUPS = [text for group in PROJECT["dependency-groups"].values() for text in group]
+REQUIREMENTS = [*PROJECT["project"]["dependencies"], *GROUPS, *EXTRAS]
 PINS = {
     canonicalize_name(name): version
     for name, _, version in (

@@ -187,7 +187,8 @@ def simulate(
         method: a row of `isoloco methods`; the other arguments replace parts of it.
         inner: options of AdamW or Muon, or a function from the list of parameters to your own optimizer (or several).
             The warm-up and cosine schedule of the options multiplies every learning rate, your own too.
-        reduce, transform: a name, or your own function (see `isoloco.rules.register`).
+        reduce: a name, or your own function (see `isoloco.rules.register`).
+        transform: likewise.
         evaluate: ``evaluate(model)`` is called with the anchor every ``evaluate_every`` rounds and after the last.
         on_round: called with the metrics of each round.
 

@@ -45,10 +45,11 @@ def merge(
     ``merged = base - scale * transform(reduce(base - expert_i))``, computed in float32 (float64 where the base is).
 
     Args:
-        base, experts: state dicts, or any mappings with the same names and shapes. Tensors of a dict that share their
-            storage (tied weights) are merged once and come out as one tensor under each name. Integer tensors must
-            agree and come out as the base's.
-        reduce, transform: a rule's name, ``{"name": ..., "options": {...}}``, or a function (see `isoloco.rules`).
+        base: a state dict, or any mapping from names to tensors. Those that share their storage (tied weights) are
+            merged once and come out as one tensor under each name.
+        experts: mappings with the same names and shapes. Integer tensors must agree and come out as the base's.
+        reduce: a rule's name, ``{"name": ..., "options": {...}}``, or a function (see `isoloco.rules`).
+        transform: likewise.
         weights: one number for each expert; 1 where nothing is said.
         scale: learning rate of the one outer step, known to mergers as lambda.
         scale_like: "mean" or "sum" makes the reduced delta as large as the weighted mean or sum of the deltas, whatever
