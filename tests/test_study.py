@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from isoloco.climb import Axis, Point, best_point, climb, inside
 from isoloco.recipe import packaged
 from isoloco.study import run_study
 from isoloco.study_board import Board, Run
+from isoloco.study_claims import take
 from isoloco.study_file import load, scales
 
 LR = Axis("inner.lr", start=1e-3, factor=2.0)
@@ -156,16 +158,20 @@ def pretend(monkeypatch):
                 (directory / "run.json").write_text(
                     json.dumps({"state": state, "summary": summary, "identity": "x"}).replace("NaN", "null")
                 )
+                self.pid = os.getpid()
                 self.returncode = 0 if state == "finished" else 2
 
             def poll(self) -> int:
                 return self.returncode
 
+            def wait(self) -> int:
+                return self.returncode
+
         start = real_start
 
-        def starting(board: Board, run: Run, threads: int) -> Any:
+        def starting(board: Board, run: Run, *rest: Any) -> Any:
             started.append(run)
-            return start(board, run, threads)
+            return start(board, run, *rest)
 
         monkeypatch.setattr(studies, "_start", starting)
         monkeypatch.setattr(studies.subprocess, "Popen", Ended)
@@ -296,9 +302,9 @@ def test_interruptions_are_not_failures(study, pretend):
 def test_a_run_is_claimed_by_one_process_at_a_time(study, pretend):
     board = study("seeds: [1, 2]\ncells: {a: {method: diloco}}")
     first, second = board.wanted(board.study.cells[0])
-    lock = studies._claim(board, first)
+    lock = take(board.root, first.key)
     assert lock is not None
-    assert studies._claim(Board(board.study, board.root.parent), first) is None
+    assert take(board.root, first.key) is None
     started = pretend(lambda options: 1.0)
 
     class Released(Exception):

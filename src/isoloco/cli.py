@@ -315,43 +315,9 @@ def _merge(argv: list[str]) -> int:
 
 
 def _study(argv: list[str]) -> int:
-    parser = _parser(
-        "study",
-        "Run the runs behind a table. What is done is not done again: stop and start it as you like.",
-        "run quickstart --jobs 2",
-        "status quickstart",
-        "report quickstart --csv docs/results/quickstart.csv",
-    )
-    add = parser.add_argument
-    told = "run what is left; count what is done; write the rows; print the table that the rows make"
-    add("action", choices=["run", "status", "rows", "report"], help=told)
-    add("study", help="name of a packaged study, or a YAML file")
-    add("--root", default="studies", help="directory of the studies' runs (%(default)s)")
-    add("--jobs", type=_whole, default=1, help="runs at a time; the threads are divided among them (%(default)s)")
-    add("--csv", default=None, help="file of the rows (default: ROOT/STUDY/rows.csv)")
-    args = parser.parse_args(argv)
-    from .study import Board, load, run_study
+    from .study_cli import DESCRIPTION, EXAMPLES, study_command
 
-    board = Board(load(args.study), args.root)
-    rows = Path(args.csv) if args.csv else board.root / "rows.csv"
-    if args.action == "run":
-        return 0 if run_study(board, jobs=args.jobs, rows=rows) else 1
-    if args.action == "report":
-        from .report import read_rows, table
-
-        if not rows.is_file():
-            raise ValueError(f"no rows at {rows}: isoloco study run {args.study} makes them, or name a file with --csv")
-        print(table(board.study, read_rows(rows)))
-        return 0
-    if args.action == "rows":
-        print(f"wrote {board.write_rows(rows)}")
-        return 0
-    for cell in board.study.cells:
-        runs = [loss for each, _, loss in board.everything() if each is cell]
-        done = [loss for loss in runs if loss is not None]
-        best = f", best {min(done):.4f}" if done else ""
-        print(f"{cell.name:<24} {len(done)} of {len(runs)} known runs done{best}")
-    return 0
+    return study_command(argv, _parser("study", DESCRIPTION, *EXAMPLES))
 
 
 def _methods(argv: list[str]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import typing
@@ -307,6 +308,7 @@ class Option:
     affects: Affects
 
 
+@functools.cache
 def options(cls: type = RunConfig, prefix: str = "") -> dict[str, Option]:
     """Every key of the config by its dotted name, in order of declaration."""
     hints = typing.get_type_hints(cls)

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 
 from .climb import Axis, Point, best_point, climb, inside
 from .study_file import Cell, Study
+
+WHY = "why.txt"  # one line, in the directory of a run that failed or was interrupted
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,33 @@ class Board:
     def set_aside(self, run: Run, why: str) -> list[Path]:
         """Directories of earlier attempts, moved away because they ``failed`` or were ``interrupted``."""
         return sorted((self.root / why).glob(f"{run.key}-*"))
+
+    def can_go_on(self, run: Run) -> bool:
+        """Whether a run that has not ended has a checkpoint."""
+        cut_short = self.manifest(run).get("state") in ("running", "stopped")
+        return cut_short and any((self.directory(run) / "checkpoints").glob("*"))
+
+    def log(self, run: Run) -> Path:
+        """What the last attempt at a run has said."""
+        return self.root / "logs" / f"{run.key}.log"
+
+    def forgive(self) -> int:
+        """Let the runs that failed be tried again; returns how many attempts are put aside for that."""
+        attempts = sorted((self.root / "failed").glob("*"))
+        folder = self.root / "forgiven"
+        folder.mkdir(parents=True, exist_ok=True)
+        for attempt in attempts:
+            attempt.rename(folder / f"{attempt.name}-{len(list(folder.iterdir()))}")
+        return len(attempts)
+
+    def expected(self, cell: Cell) -> int:
+        """How many runs a cell comes to; while its search goes on, as far as is known."""
+        losses = self.trials(cell)
+        known = {run.key for run in [self.trial(cell, p) for p in losses] + self.reports(cell)}
+        if not cell.tune or not climb(cell.tune, losses, self.study.trials):
+            return len(known)
+        points = math.prod(len(axis.values or ()) for axis in cell.grid)
+        return max(len(known), self.study.trials + points * len(self.study.seeds) - (not cell.grid))
 
     def trials(self, cell: Cell) -> dict[Point, float]:
         """Losses of the trials that are done, found by following the search from its start."""
