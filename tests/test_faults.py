@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from isoloco import train
 from isoloco.cli import main
 from isoloco.config import RunConfig, flat, from_flat
+from isoloco.evaluate import evaluate_directory, sample
 from isoloco.metrics import check_records, read_metrics
 from isoloco.resume import read_config
 from isoloco.rundir import RunDir
@@ -515,6 +517,21 @@ def test_a_delta_that_is_not_finite_with_abort(make):
         train(make(on_nonfinite="abort"), observe=poison(models, worker=1, rounds={2}))
     assert "lower inner.lr, or set on_nonfinite: skip" in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_a_model_that_has_diverged(make):
+    """Its last step leaves a weight that is no number: the run ends as others do, and says what it has."""
+    with live_model() as models:
+        config = make(method="dp", budget__steps=2)
+        result = train(config, observe=poison(models, worker=0, rounds={1}))
+    assert result.state == "finished"
+    assert not math.isfinite(result.final_loss)
+    assert not (result.run_dir / "best").exists()
+    assert json.loads((result.run_dir / "model" / "isoloco.json").read_text())["loss"] is None
+    with pytest.raises(ValueError, match="LlamaForCausalLM: its logits are not finite; weights that have diverged"):
+        evaluate_directory(result.run_dir)
+    with pytest.raises(ValueError, match="the model's logits are not finite: it has diverged, and writes nothing"):
+        sample(models[0], result.run_dir / "model", tokens=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

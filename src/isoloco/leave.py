@@ -64,6 +64,7 @@ def leave_model(run: _Run, tracker: Tracker) -> None:
     if not evaluated or evaluated[-1]["step"] != run.anchor_step:
         run.evaluate()
     load_anchor(run.model, state.anchor)
+    run.checkpoints.wait()  # one export at a time: transformers is told to be quiet for all threads at once
     loss = tracker.figures()["valid_loss_last"]
     facts = _facts(run, loss)
     directory = models.export(

@@ -183,6 +183,8 @@ def _settle_attention(model: PreTrainedModel, seq_len: int) -> None:
     tokens = torch.arange(8, device=model.device).remainder(model.config.get_text_config().vocab_size)
     rows = torch.stack([tokens, torch.cat([tokens[:-1], tokens[:1]])])
     logits = model(input_ids=rows).logits.float()
+    if not logits.isfinite().all():
+        raise ValueError(f"{type(model).__name__}: its logits are not finite; weights that have diverged are of no use")
     tolerance = 1e-3 * float(logits.abs().max())
     if not torch.allclose(logits[0, :-1], logits[1, :-1], rtol=0, atol=tolerance):
         raise ValueError(

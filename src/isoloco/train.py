@@ -349,7 +349,6 @@ class _Run:
                 self.run_dir.update(state=ended)
             else:
                 leave_model(self, self.tracker)
-                self.checkpoints.wait()  # for the best model, if this was it
         except (OSError, SafetensorError) as error:
             reason, shown = getattr(error, "strerror", None) or error, relative(self.run_dir.path)
             raise ValueError(
