@@ -19,7 +19,7 @@ from isoloco import cli
 from isoloco.recipe import build_config, packaged
 from tiny_models import config_file
 
-COMMANDS = ["train", "prepare", "evaluate", "merge", "study", "plan", "methods", "recipes"]
+COMMANDS = ["train", "prepare", "evaluate", "merge", "study", "compare", "plan", "methods", "recipes"]
 
 
 def run(*argv: str, **options) -> subprocess.CompletedProcess:

@@ -23,6 +23,7 @@ usage: isoloco COMMAND ...
   evaluate    held-out loss of a run or a model           isoloco evaluate runs/quickstart-1
   merge       merge models trained from one base          isoloco merge base expert1 expert2 -o merged
   study       the runs behind a table                     isoloco study run quickstart
+  compare     runs side by side                           isoloco compare runs/quickstart-1 runs/quickstart-2
   plan        memory, bytes and steps, before training    isoloco plan quickstart --workers 16
   methods     methods, reduces and transforms             isoloco methods isoloco
   recipes     the recipes that ship with the package      isoloco recipes --copy quickstart
@@ -320,6 +321,12 @@ def _study(argv: list[str]) -> int:
     return study_command(argv, _parser("study", DESCRIPTION, *EXAMPLES))
 
 
+def _compare(argv: list[str]) -> int:
+    from .compare import DESCRIPTION, EXAMPLES, compare_command
+
+    return compare_command(argv, _parser("compare", DESCRIPTION, *EXAMPLES))
+
+
 def _methods(argv: list[str]) -> int:
     parser = _parser(
         "methods", "Methods, reduces and transforms: equation, scale, cost, bytes, source.", "", "iso_c", "isoloco"
@@ -360,6 +367,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": _evaluate,
     "merge": _merge,
     "study": _study,
+    "compare": _compare,
     "plan": _plan,
     "methods": _methods,
     "recipes": _recipes,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .study_board import WHY, Board, Run
-from .study_claims import Claim, take
+from .study_claims import Claim, forget, take
 from .study_file import load as load  # a study is loaded, laid out on a board, and run
 
 
@@ -83,7 +83,9 @@ def run_study(
             one.claim.release()
     if rows:
         board.write_rows(rows)
-    return not any(board.failed(run) for _, run, _ in board.everything())
+    everything = [(run, loss) for _, run, loss in board.everything()]
+    forget(board.root, (run.key for run, loss in everything if loss is not None))
+    return not any(board.failed(run) for run, _ in everything)
 
 
 @dataclass(frozen=True)

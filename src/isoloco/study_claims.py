@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,12 @@ def take(root: Path, key: str) -> Claim | None:
     claim = Claim(path, lock, {"host": socket.gethostname(), "study_pid": os.getpid(), "heartbeat_s": 0.0})
     claim.beat()
     return claim
+
+
+def forget(root: Path, keys: Iterable[str]) -> None:
+    """Remove the cards of runs that have ended alone, after their study was killed."""
+    for key in keys:
+        (root / "claims" / f"{key}.json").unlink(missing_ok=True)
 
 
 def read_card(path: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def study_command(argv: list[str], parser: argparse.ArgumentParser) -> int:
         return 0
     if not rows.is_file():
         raise ValueError(f"no rows at {rows}: {command} makes them, or name a file with --csv")
-    return _report(board, args, rows)
+    return _report(board, args, rows, command)
 
 
 def _run(board: Any, args: argparse.Namespace, rows: Path) -> int:
@@ -92,19 +92,19 @@ def _stop(number: int, frame: Any) -> None:
     raise KeyboardInterrupt("its runs have saved themselves; the same command goes on from there")
 
 
-def _report(board: Any, args: argparse.Namespace, rows: Path) -> int:
-    from .report import RENDER, read_rows, table_of
+def _report(board: Any, args: argparse.Namespace, rows: Path, command: str) -> int:
+    from .report import RENDER, read_rows, tables_of
 
     found = read_rows(rows)
     if args.out is None and args.format != "html":
-        print(RENDER[args.format](table_of(board.study, found)))
+        print("\n\n".join(map(RENDER[args.format], tables_of(board.study, found))))
         return 0
     from .report_html import page, write_report
 
     if args.out is None:
-        print(page(board, found, bandwidth=args.bandwidth))
+        print(page(board, found, bandwidth=args.bandwidth, command=command))
     else:
-        for path in write_report(board, found, args.out, bandwidth=args.bandwidth):
+        for path in write_report(board, found, args.out, bandwidth=args.bandwidth, command=command):
             print(f"wrote {path}")
     return 0
 
