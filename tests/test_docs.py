@@ -94,7 +94,7 @@ def dry(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError(unknown("command", command, cli.COMMANDS))
     if command in ("train", "plan"):
         argv = shlex.split(shlex.join(argv).replace("--method NAME", "--method isoloco"))
-        argv = ["quickstart" if w == "NAME" or re.fullmatch(r"[\w/]+\.yaml", w) else w for w in argv]
+        argv = ["quickstart" if w in ("NAME", "RECIPE") or re.fullmatch(r"[\w/]+\.yaml", w) else w for w in argv]
         if command == "plan":
             argv, _ = link_flags(argv)
         else:
@@ -352,6 +352,16 @@ def test_figures_of_the_readme_are_those_of_the_rows():
     }
     assert f"{sent['additive', '8']:.0f} MB; gathering" in readme
     assert f"the authors' code does: {sent['all_gather', '8']:.0f} MB" in readme
+    points = [
+        (int(r["workers"]), float(r["bytes/parameter"]))
+        for r in rows_of("benchmarks/results/memory.csv")
+        if r["state"] == "device"
+    ]
+    middle = [sum(axis) / len(axis) for axis in zip(*points, strict=True)]
+    slope = sum((w - middle[0]) * (b - middle[1]) for w, b in points) / sum((w - middle[0]) ** 2 for w, _ in points)
+    assert f"{slope:.1f} bytes per parameter, none" in readme
+    assert "12 of them killed" in readme
+    assert len(rows_of("benchmarks/results/elastic_kills.csv")) == 12
     steps = {row["step"]: row for row in rows_of("benchmarks/results/outer_step.csv")}
     exact, fast, naive = (float(steps[name]["cpu_s"]) for name in ("exact", "fast", "naive"))
     assert f"{exact:.1f} CPU seconds exact, {fast:.1f} fast" in readme
