@@ -47,11 +47,12 @@ def pictures(
         curves = {label: curve.loss for label, curve in read.items()}
         drawn.insert(0, tokens_picture(curves, out / "loss-tokens.png", what=_what(read)))
     drawn.append(_spectra(found, runs, out))
-    if any(curve.bytes_per_token for curve in read.values()):
-        speed = statistics.median(curve.tokens_per_s for curve in read.values())
+    wired = {label: run for label, run in read.items() if run.bytes_per_token is not None}
+    if any(run.bytes_per_token for run in wired.values()):
+        speed = statistics.median(curve.tokens_per_s for curve in wired.values())
         link = link_flags(["--bandwidth", bandwidth, "--tokens-per-second", f"{speed:.0f}"])[1]
         assert link is not None
-        drawn += [_bytes(read, out), _time(read, link, bandwidth, out)]
+        drawn += [_bytes(wired, out), _time(wired, link, bandwidth, out)]
     return [picture for picture in drawn if picture]
 
 
@@ -59,7 +60,7 @@ def pictures(
 class _Run:
     what: str
     loss: Curve
-    bytes_per_token: float
+    bytes_per_token: float | None  # None: not known
     tokens_per_s: float
 
 
@@ -83,10 +84,15 @@ def _mean_curve(entry: Entry, runs: Path) -> _Run | None:
     length = min(len(x) for x, _ in curves)
     means = [statistics.mean(y[i] for _, y in curves) for i in range(length)]
     summaries = [RunDir.open(run).manifest.get("summary") or {} for run in there]
-    wire = summaries[0].get("wire_bytes_per_worker") or 0
+    wire = 0 if entry.config.workers == 1 else summaries[0].get("wire_bytes_per_worker")
     speed = [s["tokens_per_s"] for s in summaries if s.get("tokens_per_s")]
     tokens = summaries[0].get("tokens") or 1
-    return _Run(named[0][0], (curves[0][0][:length], means), wire / tokens, statistics.median(speed or [1.0]))
+    return _Run(
+        named[0][0],
+        (curves[0][0][:length], means),
+        None if wire is None else wire / tokens,
+        statistics.median(speed or [1.0]),
+    )
 
 
 def _what(read: dict[str, _Run]) -> str:
@@ -111,7 +117,20 @@ def draw_curves(axes: Any, curves: dict[str, Curve], *, xlabel: str, ylabel: str
     for i, (label, (x, y)) in enumerate(curves.items()):
         axes.plot(x, y, label=label, marker=marker, **_look(i))
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.legend(loc="best", fontsize=9.5 if len(curves) < 8 else 8.0)
+    if len(curves) <= 8:
+        axes.legend(loc="best")
+    else:
+        axes.get_figure().legend(loc="outside lower center", ncols=3, fontsize=8)
+
+
+def _fit(axes: Any, curves: dict[str, Curve]) -> None:
+    """From zero; logarithmic where one curve is far longer than another."""
+    ends = [x[-1] for x, _ in curves.values()]
+    if max(ends) > 20 * min(ends):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_xlim(left=0)
 
 
 def _look(i: int) -> dict[str, Any]:
@@ -143,8 +162,10 @@ def tokens_picture(curves: dict[str, Curve], path: Path, *, what: str = "loss") 
 def _against(found: list[Entry], key: str, out: Path) -> Picture | None:
     """Loss against workers (relative to data-parallel training, or to one worker) or against the length of a round."""
     best: dict[str, dict[int, Entry]] = {}
-    for entry in sorted((e for e in found if not e.config.is_dp), key=lambda e: e.mean):
-        best.setdefault(entry.config.method, {}).setdefault(get(entry.config, key), entry)
+    for entry in (e for e in found if not e.config.is_dp):
+        points = best.setdefault(entry.config.method, {})
+        x = get(entry.config, key)
+        points[x] = min(points.get(x, entry), entry, key=lambda e: e.mean)
     lines = {method: dict(sorted(points.items())) for method, points in best.items() if len(points) > 1}
     if not lines:
         return None
@@ -273,7 +294,8 @@ def _bytes(read: dict[str, _Run], out: Path) -> Picture:
 
     def fill(axes: Any) -> None:
         draw_curves(axes, curves, xlabel="sent by each worker (MB)", ylabel=f"{_what(read)} (nats per token)")
-        axes.set(title="Loss against bytes", xscale="log")
+        axes.set_title("Loss against bytes")
+        _fit(axes, curves)
 
     told = ", ".join(f"{label} sends {x[-1]:.3g} MB" for label, (x, _) in curves.items())
     return Picture(draw(out / "loss-bytes.png", fill), f"Loss against the bytes that a worker sends: {told}.")
@@ -282,7 +304,7 @@ def _bytes(read: dict[str, _Run], out: Path) -> Picture:
 def _time(read: dict[str, _Run], link: Link, bandwidth: str, out: Path) -> Picture:
     curves = {
         label: (
-            [(x / link.tokens_per_s + link.seconds(x * run.bytes_per_token, 0)) / 60 for x in run.loss[0]],
+            [(x / link.tokens_per_s + link.seconds(x * (run.bytes_per_token or 0.0), 0)) / 60 for x in run.loss[0]],
             run.loss[1],
         )
         for label, run in read.items()
@@ -291,7 +313,8 @@ def _time(read: dict[str, _Run], link: Link, bandwidth: str, out: Path) -> Pictu
     def fill(axes: Any) -> None:
         xlabel = f"estimated minutes at {bandwidth}/s and {link.tokens_per_s:,.0f} tokens/s of computing"
         draw_curves(axes, curves, xlabel=xlabel, ylabel=f"{_what(read)} (nats per token)")
-        axes.set(title="Loss against estimated time on a slow link", xscale="log")
+        axes.set_title("Loss against estimated time on a slow link")
+        _fit(axes, curves)
 
     told = ", ".join(f"{label} takes {x[-1]:.3g} minutes" for label, (x, _) in curves.items())
     return Picture(draw(out / "loss-time.png", fill), f"Loss against estimated wall time at {bandwidth}/s: {told}.")
