@@ -89,7 +89,7 @@ def check_anchor(anchor: Mapping[str, Tensor], comm: Comm, *, round_number: int)
 
 def digest_of(tensor: Tensor) -> str:
     """Checksum of a tensor's bytes."""
-    data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
