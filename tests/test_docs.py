@@ -80,6 +80,18 @@ def test_files_that_are_named_exist(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_every_page_is_on_the_site():
+    def listed(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for below in entry.values() if isinstance(entry, dict) else entry:
+                yield from listed(below)
+
+    nav = yaml.safe_load(text_of("mkdocs.yml"))["nav"]
+    assert sorted(f"docs/{page}" for page in listed(nav)) == [page for page in PAGES if page.startswith("docs/")]
+
+
 # -- commands
 
 
