@@ -210,7 +210,10 @@ def html_table(table: Table) -> str:
     body = ""
     for i, row in enumerate(table.body):
         texts = [html.escape(text) for text in row]
-        cells = "".join(f"<td>{f'<b>{t}</b>' if (i, j) in table.bold else t}</td>" for j, t in enumerate(texts[1:], 1))
+        cells = "".join(
+            f"<td{' class=words' * (table.head[j] == 'settings')}>{f'<b>{t}</b>' if (i, j) in table.bold else t}</td>"
+            for j, t in enumerate(texts[1:], 1)
+        )
         body += f"<tr><th scope=row><code>{texts[0]}</code></th>{cells}</tr>\n"
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
 

@@ -18,7 +18,7 @@ body { margin: 0 auto; max-width: 62rem; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:nth-child(2) { text-align: left; } thead th { border-bottom: 2px solid #555; }
+th:first-child, .words { text-align: left; } thead th { border-bottom: 2px solid #555; }
 figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; }
 figcaption, .note { color: #555; font-size: .85rem; }
 code, pre { font-size: .9em; } pre { overflow-x: auto; background: #f5f5f5; padding: .6rem; }

@@ -246,7 +246,7 @@ def _sensitivity(study: Study, rows: list[dict[str, str]], out: Path) -> Picture
         f"{key}: " + ", ".join(f"{name} lowest at {min(p, key=lambda q: q[1])[0]:g}" for name, p in cells.items())
         for key, cells in axes_of.items()
     )
-    path = draw(out / "sensitivity.png", fill, size=(1.5 + 5.0 * count, 4.6), panels=count)
+    path = draw(out / "sensitivity.png", fill, size=(max(8.0, 1.5 + 5.0 * count), 4.6), panels=count)
     return Picture(path, f"Losses of the trials against what was tuned. {told}.")
 
 
@@ -279,42 +279,40 @@ def _draw_spectra(entry: Entry, records: list[dict[str, Any]], out: Path) -> Pic
             axes.set(xlabel="rank (0: largest, 1: smallest)", ylabel="singular value", title=plots._short_name(name))
             axes.legend(loc="best", fontsize=8)
 
-    path = draw(out / "spectra.png", fill, size=(1.0 + 4.8 * len(names), 4.6), panels=len(names))
+    path = draw(out / "spectra.png", fill, size=(max(8.0, 1.0 + 4.8 * len(names)), 4.6), panels=len(names))
     rounds = ", ".join(str(r["round"]) for r in chosen)
     told = f"Singular values of the mean delta of {entry.label} before and after its transform, rounds {rounds}"
     return Picture(path, f"{told}; matrices {', '.join(names)}.")
 
 
 def _bytes(read: dict[str, _Run], out: Path) -> Picture:
-    curves = {
-        label: ([x * run.bytes_per_token / 1e6 for x in run.loss[0]], run.loss[1])
-        for label, run in read.items()
-        if run.bytes_per_token
-    }
+    wired = [(label, run, run.bytes_per_token) for label, run in read.items() if run.bytes_per_token]
+    most = max(run.loss[0][-1] * each for _, run, each in wired)
+    unit, word = (1e9, "GB") if most >= 1e10 else (1e6, "MB")
+    curves = {label: ([x * each / unit for x in run.loss[0]], run.loss[1]) for label, run, each in wired}
 
     def fill(axes: Any) -> None:
-        draw_curves(axes, curves, xlabel="sent by each worker (MB)", ylabel=f"{_what(read)} (nats per token)")
+        draw_curves(axes, curves, xlabel=f"sent by each worker ({word})", ylabel=f"{_what(read)} (nats per token)")
         axes.set_title("Loss against bytes")
         _fit(axes, curves)
 
-    told = ", ".join(f"{label} sends {x[-1]:.3g} MB" for label, (x, _) in curves.items())
+    told = ", ".join(f"{label} sends {x[-1]:.3g} {word}" for label, (x, _) in curves.items())
     return Picture(draw(out / "loss-bytes.png", fill), f"Loss against the bytes that a worker sends: {told}.")
 
 
 def _time(read: dict[str, _Run], link: Link, bandwidth: str, out: Path) -> Picture:
-    curves = {
-        label: (
-            [(x / link.tokens_per_s + link.seconds(x * (run.bytes_per_token or 0.0), 0)) / 60 for x in run.loss[0]],
-            run.loss[1],
-        )
-        for label, run in read.items()
-    }
+    def seconds(tokens: float, run: _Run) -> float:
+        return tokens / link.tokens_per_s + link.seconds(tokens * (run.bytes_per_token or 0.0), 0)
+
+    longest = max(seconds(run.loss[0][-1], run) for run in read.values())
+    unit, word = (3600.0, "hours") if longest >= 3 * 3600 else (60.0, "minutes")
+    curves = {label: ([seconds(x, run) / unit for x in run.loss[0]], run.loss[1]) for label, run in read.items()}
 
     def fill(axes: Any) -> None:
-        xlabel = f"estimated minutes at {bandwidth}/s and {link.tokens_per_s:,.0f} tokens/s of computing"
+        xlabel = f"estimated {word} at {bandwidth}/s and {link.tokens_per_s:,.0f} tokens/s of computing"
         draw_curves(axes, curves, xlabel=xlabel, ylabel=f"{_what(read)} (nats per token)")
         axes.set_title("Loss against estimated time on a slow link")
         _fit(axes, curves)
 
-    told = ", ".join(f"{label} takes {x[-1]:.3g} minutes" for label, (x, _) in curves.items())
+    told = ", ".join(f"{label} takes {x[-1]:.3g} {word}" for label, (x, _) in curves.items())
     return Picture(draw(out / "loss-time.png", fill), f"Loss against estimated wall time at {bandwidth}/s: {told}.")
