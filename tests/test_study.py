@@ -1,9 +1,11 @@
 """Studies: the search for the best options, and runs that are done once, whoever does them."""
 
 import csv
+import io
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from isoloco.climb import Axis, Point, best_point, climb, inside
 from isoloco.recipe import packaged
 from isoloco.study import run_study
 from isoloco.study_board import Board, Run
-from isoloco.study_claims import take
+from isoloco.study_claims import read_card, take
 from isoloco.study_file import load, scales
+from isoloco.study_view import panel, status
 
 LR = Axis("inner.lr", start=1e-3, factor=2.0)
 MOMENTUM = Axis("outer.momentum", start=0.8, step=0.1, low=0.0, high=0.95)
@@ -320,6 +323,80 @@ def test_a_run_is_claimed_by_one_process_at_a_time(study, pretend):
     lock.release()
     assert run_study(board, say=lambda text: None)
     assert started == [second, first]
+
+
+# how it stands
+
+
+def test_status_tells_what_is_done_runs_and_failed_and_what_to_do(study, pretend):
+    board = study(TUNED)
+    lines = status(board, "the command")
+    assert lines[0] == "0 of 12 runs done, 0 running, 0 failed"  # 3, and 7 trials of which the best is one of 3
+    assert lines[-1] == "the rest: the command"
+    pretend(lambda o: None if o["method"] == "diloco_sgd" and o["seed"] == 2 else loss_of(o))
+    assert not run_study(board, say=lambda text: None)
+    lines = status(board, "the command")
+    assert lines[0].startswith("11 of 12 runs done, 0 running, 1 failed")
+    assert any(line.endswith("failed: isoloco: it broke") for line in lines)
+    assert any(line.startswith("tuned") and "best 0.0100" in line for line in lines)
+    assert lines[-1] == "mend what failed, then try it again: the command --retry"
+    assert board.forgive() == 2
+    pretend(loss_of)
+    assert run_study(board, say=lambda text: None)
+    assert status(board, "the command")[0].startswith("12 of 12 runs done, 0 running, 0 failed")
+
+
+def test_the_live_view_draws_without_a_run_and_with_all(study, pretend):
+    from rich.console import Console
+
+    board = study(TUNED)
+    for done in (False, True):
+        if done:
+            pretend(loss_of)
+            assert run_study(board, say=lambda text: None)
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(panel(board, ["a run [begins]"]))
+        text = console.export_text()
+        assert ("12 of 12 runs done" in text) == done
+        assert "a run [begins]" in text
+
+
+def test_a_claim_says_who_and_an_old_one_is_taken_over(study):
+    board = study("seeds: [1]\ncells: {a: {method: diloco}}")
+    [run] = board.wanted(board.study.cells[0])
+    path = board.root / "claims" / f"{run.key}.json"
+    claim = take(board.root, run.key)
+    assert claim is not None
+    assert read_card(path)["study_pid"] == os.getpid()
+    assert "running: process" in "\n".join(status(board, "x"))
+    claim.release()
+    assert not path.exists()
+    for age, free in ((1.0, False), (600.0, True)):  # of another host, whose processes cannot be looked for
+        card = {"host": "elsewhere", "study_pid": 1, "heartbeat_s": time.time() - age}
+        path.write_text(json.dumps(card))
+        claim = take(board.root, run.key)
+        assert (claim is not None) == free
+        if claim:
+            claim.release()
+
+
+def test_each_run_has_devices_of_its_own(study, pretend, monkeypatch):
+    board = study("seeds: [1, 2, 3, 4]\ncells: {a: {method: diloco}}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    with pytest.raises(ValueError, match="takes 4 GPUs, found 3: lower one"):
+        run_study(board, jobs=2, devices_per_run=2, say=lambda text: None)
+    pretend(lambda options: 1.0)
+    given: list[str] = []
+    process = studies.subprocess.Popen
+
+    def starting(argv: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        given.append(env["CUDA_VISIBLE_DEVICES"])
+        return process(argv, env=env, **options)
+
+    monkeypatch.setattr(studies.subprocess, "Popen", starting)
+    assert run_study(board, jobs=3, devices_per_run=1, say=lambda text: None)
+    assert sorted(given[:3]) == ["3", "5", "7"]
+    assert len(given) == 4
 
 
 # study files

@@ -27,10 +27,13 @@ class Standing:
 def standings(board: Board) -> list[Standing]:
     """One for each cell."""
     cards = {path.stem: read_card(path) for path in (board.root / "claims").glob("*.json")}
+    named: dict[str, dict[str, tuple[Run, float | None]]] = {cell.name: {} for cell in board.study.cells}
+    for cell, run, loss in board.everything():
+        named[cell.name][run.key] = (run, loss)  # the best trial is the first seed's report too
     found = []
     for cell in board.study.cells:
-        runs = {run.key: run for each, run, _ in board.everything() if each is cell}
-        losses = {key: board.loss(run) for key, run in runs.items()}
+        runs = {key: run for key, (run, _) in named[cell.name].items()}
+        losses = {key: loss for key, (_, loss) in named[cell.name].items()}
         failed = [(run, why(board, run)) for run in runs.values() if board.failed(run)]
         done = [loss for key, loss in losses.items() if loss is not None and not board.failed(runs[key])]
         finite = [loss for loss in done if loss < float("inf")]
@@ -98,14 +101,15 @@ def panel(board: Board, said: list[str]) -> Any:
     """The live view: a table of the cells and the last lines that were said."""
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     found = standings(board)
-    table = Table(title=board.study.title, caption=headline(found), expand=False)
+    table = Table(title=Text(board.study.title), caption=headline(found), expand=False)
     for name in ("cell", "done", "running", "failed", "best"):
         table.add_column(name, justify="left" if name == "cell" else "right")
     for cell in found:
         running = sum(is_alive(card) for _, card in cell.running)
         best = f"{cell.best:.4f}" if cell.best is not None else ""
-        row = (cell.cell, f"{cell.done} of {cell.expected}", str(running or ""), str(len(cell.failed) or ""), best)
+        row = (Text(cell.cell), f"{cell.done} of {cell.expected}", str(running or ""), str(len(cell.failed) or ""), best)
         table.add_row(*row, style="red" if cell.failed else "green" if cell.done == cell.expected else None)
-    return Group(table, *said[-5:])
+    return Group(table, *map(Text, said[-5:]))  # names are no markup
