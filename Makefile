@@ -75,7 +75,7 @@ constraints: | $(PY)  ## pin the newest releases of all but PyTorch in constrain
 	cp "$$fresh/pins" constraints.txt
 
 clean:  ## remove build products and caches (environments and runs/ stay)
-	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # $(1): what pip is asked for
