@@ -83,6 +83,7 @@ class Network:
 
     def close(self) -> None:
         for i in range(self.hosts):
+            _run("ip", "link", "delete", f"outer{i}")  # a namespace lets go of its end only some time after it is gone
             _run("ip", "netns", "delete", self._name(i))
         _run("ip", "link", "delete", "bridge0")
 
