@@ -80,6 +80,11 @@ def test_files_that_are_named_exist(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_is_unfinished(page):
+    assert re.findall(r"^(?:[A-Z ]{4,}|.*\b(?:TODO|TBD|FIXME)\b.*)$", FENCE.sub("", text_of(page)), re.M) == []
+
+
 def test_every_page_is_on_the_site():
     def listed(entry: Any) -> Iterator[str]:
         if isinstance(entry, str):
