@@ -252,7 +252,8 @@ def _sensitivity(study: Study, rows: list[dict[str, str]], out: Path) -> Picture
 
 def _spectra(found: list[Entry], runs: Path, out: Path) -> Picture | None:
     """Singular values of the mean delta, before and after the transform, early, midway and late in training."""
-    for entry in sorted(found, key=lambda e: e.mean):
+    transformed = [e for e in found if not e.config.is_dp and e.config.transform.name != "none"]
+    for entry in sorted(transformed, key=lambda e: e.mean):
         for key in entry.runs:
             records = [r for r in read_metrics(runs / key) if r["kind"] == "spectra"]
             records = [r for r in records if any(v.get("after") for v in r["matrices"].values())]
@@ -278,6 +279,8 @@ def _draw_spectra(entry: Entry, records: list[dict[str, Any]], out: Path) -> Pic
             axes.set_yscale("log")
             axes.set(xlabel="rank (0: largest, 1: smallest)", ylabel="singular value", title=plots._short_name(name))
             axes.legend(loc="best", fontsize=8)
+        figure = (panels[0] if isinstance(panels, list) else panels).get_figure()
+        figure.suptitle(f"Singular values of the mean delta, {entry.label}")
 
     path = draw(out / "spectra.png", fill, size=(max(8.0, 1.0 + 4.8 * len(names)), 4.6), panels=len(names))
     rounds = ", ".join(str(r["round"]) for r in chosen)
