@@ -74,6 +74,7 @@ class Range:
         self.place, self.nursery, self.random = place, nursery, random.Random(seed)
         self._numbers = 0
         self._whole: dict[str, tuple[Path, list[Line]]] = {}
+        self._lately: list[Line] = []  # phases of the process that went on last: how fast the machine is now
         data = place / "data"
         data.mkdir()
         tokens = np.random.default_rng(0)
@@ -119,6 +120,7 @@ class Range:
         if code := self.nursery.wait(self.nursery.start(resumed)):
             last = (resumed.printed.read_text("utf-8").strip().splitlines() or ["it printed nothing"])[-1]
             return Outcome(method, phase, hit, (f"did not go on, exit code {code}: {last}",))
+        self._lately = resumed.read()
         found = differences(reference, run)
         if not found:
             shutil.rmtree(run)
@@ -130,10 +132,13 @@ class Range:
         # written beside the next round, until its manifest is there
         writing_s = (whole(reference / "checkpoints")[-1] / MANIFEST).stat().st_mtime - saves[-1].time
         places = [i for i, line in enumerate(lines) if line.phase in PHASES[phase]]
+        lately = self._lately or lines
         if phase == "end":
-            chosen, length_s = len(places) - 1, lines[-1].time - lines[places[-1]].time
+            last = [line for line in lately if line.phase in ("begin", "checkpoint")][-1]
+            chosen, length_s = len(places) - 1, lately[-1].time - last.time
         elif phase == "start":
-            chosen, length_s = 0, next(line for line in lines if line.phase == "turn").time - lines[0].time
+            first = next((line for line in lately if line.phase == "turn"), lately[-1])
+            chosen, length_s = 0, first.time - lately[0].time
         elif phase == "checkpoint":
             chosen, length_s = self.random.randrange(len(places)), writing_s
         else:

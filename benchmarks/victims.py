@@ -171,5 +171,5 @@ if __name__ == "__main__":
         answers.write(text + "\n")
         answers.flush()
 
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         serve(sys.stdin, tell)

@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.endurance import checkpoint_bytes, endure, prepare
+import torch
+from benchmarks.endurance import checkpoint_bytes, endure, memory_bytes, prepare
+from safetensors.torch import save_file
 
 from isoloco import train
 from isoloco.config import from_flat
+from isoloco.shelf import load_tensors
 
 pytestmark = pytest.mark.slow
+ON_LINUX = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="reads the memory of the process from /proc"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -16,12 +22,29 @@ def _no_picture(monkeypatch):
     monkeypatch.setattr("isoloco.plots.overview", lambda run_dir: run_dir / "overview.png")
 
 
+@ON_LINUX
 def test_open_files_and_disk_do_not_grow(tmp_path):
     early, late = endure(tmp_path / "long", rounds=65, look_at=(20, 60), workers=2)
     assert late["open_files"] == early["open_files"]
     assert late["files"] == early["files"]
     assert late["disk_bytes"] <= 1.01 * early["disk_bytes"]
     assert late["metrics_bytes"] > early["metrics_bytes"]
+
+
+@ON_LINUX
+def test_a_state_may_be_taken_from_disk_ever_again(tmp_path):
+    """Every turn of a worker whose state waits on disk loads it, in a long run a million times."""
+    path = tmp_path / "state.safetensors"
+    save_file({f"optimizer/{i}": torch.ones(33, 65) for i in range(60)}, path)
+
+    def grown(times: int) -> float:
+        before = memory_bytes()
+        for _ in range(times):
+            load_tensors(path, "cpu")
+        return (memory_bytes() - before) / 2**20
+
+    grown(50)
+    assert grown(500) < 0.5  # 30,000 tensors at 64 bytes would be 1.8
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
