@@ -60,7 +60,7 @@ def prepare(place: Path, preset: str, *, batch: int, micro: int, compiled: bool)
         data=DataConfig(path=str(data), epochs=1000), budget=BudgetConfig(steps=10 * SYNC_EVERY),
         compute=ComputeConfig(device="cpu", threads=1, precision=precision, compile=compiled),
     )  # fmt: skip
-    config.inner.lr, config.inner.betas, config.inner.weight_decay, config.inner.clip = LR, list(BETAS), DECAY, CLIP
+    config.inner.lr, config.inner.betas, config.inner.weight_decay, config.inner.clip = LR, BETAS, DECAY, CLIP
     return prepare_run(config)
 
 
