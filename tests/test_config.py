@@ -242,6 +242,7 @@ def test_of_some_options_one_may_be_set(group):
         ({"seed": 2**63}, "seed: got 9223372036854775808, takes less than"),
         ({"compute.threads": 10**6}, "compute.threads: got 1000000, takes 1 to 1024"),
         ({"global_batch_size": 10**12}, "takes 1 to 1,000,000,000"),
+        ({"global_batch_size": 2**63}, "takes 1 to 1,000,000,000"),
         ({"comm.timeout_s": 1e300}, "takes more than zero and at most 1e8"),
         ({"on_nonfinite": "ignore"}, "skip, abort"),
     ],

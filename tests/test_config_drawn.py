@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
 from isoloco import train
 from isoloco.checks import alternatives
-from isoloco.config import RunConfig, from_flat, options
+from isoloco.config import from_flat, options
 from isoloco.outline import prepare_run
 from isoloco.presets import METHODS, MODELS
 from isoloco.rules import REDUCES, TRANSFORMS
@@ -31,7 +31,7 @@ ROLES = ["matrix", "embedding", "head", "vector"]
 INTEGERS = [-1, 0, 1, 2, 3, 4, 5, 8, 16, 17, 64, 1000, 10**6, 2**31, 2**63, 10**30]
 NUMBERS = [-1.0, 0.0, 1e-300, 1e-4, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0, 1.5, 3.0, 100.0, 1e20, 1e300]
 NUMBERS += [float("inf"), float("nan")]
-TEXTS = ["", "none", "a", "a/b", "..", "/", "nichts", "0", "x" * 300, "ä ö", "a\nb", "\0"]
+TEXTS = ["", "none", "a", "a/b", "a/../..", "nichts", "0", "x" * 300, "ä ö", "a\nb", "\0"]
 ODD = [None, True, "7", [], {}, 1.5, [None], {"a": 1}, -3]
 
 PLAUSIBLE: dict[str, list[Any]] = {
@@ -136,12 +136,13 @@ def after_two_steps():
 )  # fmt: skip
 @given(data=st.data())
 def test_a_config_trains_or_is_refused_in_one_line(data, place, tmp_path_factory, monkeypatch):
-    drawn_keys = data.draw(st.lists(st.sampled_from(sorted(KNOWN)), min_size=1, max_size=4, unique=True))
+    drawn_keys = data.draw(st.lists(st.sampled_from(list(KNOWN)), min_size=1, max_size=4, unique=True))
     drawn = {key: data.draw(option(key, place), label=key) for key in drawn_keys}
     where = tmp_path_factory.mktemp("run")
     monkeypatch.chdir(where)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    refusal = None
     try:
         config = from_flat(laid_over(place, drawn))
         prepared = prepare_run(config)
@@ -149,15 +150,17 @@ def test_a_config_trains_or_is_refused_in_one_line(data, place, tmp_path_factory
         if prepared.plan.memory_bytes < RUNS_BELOW_BYTES and not config.compute.compile:
             result = train(config, stop=after_two_steps())
             assert result.state in ("finished", "stopped")
+            event("trained")
+        else:
+            event("planned")
     except ValueError as error:
-        told = str(error)
-        assert told.strip(), drawn
-        assert "\n" not in told, told
+        event("refused")
+        refusal = str(error)
+    assert refusal is None or len(refusal.splitlines()) == 1, refusal
 
 
-def test_every_option_is_drawn():
-    for key in KNOWN:
-        strategy = option(key, Path("place"))
-        assert any(isinstance(KNOWN[key].type, type) or value is not None for value in [strategy])
+def test_values_are_drawn_for_every_option():
+    """A key that is renamed takes its values along; one that is new needs none of its own."""
     assert PLAUSIBLE.keys() <= KNOWN.keys()
-    assert isinstance(RunConfig(), RunConfig)
+    for key, kind in KNOWN.items():
+        assert not values(kind.type).is_empty, key

@@ -135,7 +135,7 @@ def _apply_preset(config: RunConfig) -> None:
         config.budget.tokens_per_parameter = 20.0
     if config.micro_batch_size is None and config.workers > 0 and config.worker_batch_size > 0:
         share = max(config.worker_batch_size // max(config.compute.processes_per_worker, 1), 1)
-        config.micro_batch_size = max(d for d in divisors(share) if d <= 32)
+        config.micro_batch_size = max(d for d in range(1, 33) if share % d == 0)
 
 
 def _refuse_ignored(config: RunConfig, given: dict[str, Any]) -> None:

@@ -149,7 +149,10 @@ def check_place(config: RunConfig) -> None:
     if config.out_dir is None:
         _check_name(config.name)
     path = Path("runs" if config.out_dir is None else config.out_dir).absolute()
-    nearest = next(place for place in (path, *path.parents) if place.exists())
+    try:
+        nearest = next(place for place in (path, *path.parents) if place.exists())
+    except OSError as error:
+        raise ValueError(f"out_dir {config.out_dir} cannot be made or read: {error.strerror}; choose another") from None
     if not nearest.is_dir():
         raise ValueError(f"out_dir: no run directory can be made in {console.relative(nearest)}, which is a file")
     if not os.access(nearest, os.W_OK):

@@ -69,7 +69,10 @@ def find_source(spec: str | Sequence[str], *, text_field: str) -> Source:
         if not match:
             raise ValueError(f"source {specs[0]!r} is neither a file nor the name of a dataset on the Hub")
         return Hub(match["name"], text_field, config=match["config"], revision=match["revision"])
-    return Files(" ".join(specs), [path for local in specs for path in _local_files(local)], text_field)
+    try:
+        return Files(" ".join(specs), [path for local in specs for path in _local_files(local)], text_field)
+    except OSError as error:  # of a name that no file can have, or a directory that may not be read
+        raise ValueError(f"source {' '.join(specs)}: cannot read {error.filename} ({error.strerror})") from None
 
 
 def _is_local(spec: str) -> bool:
