@@ -1,8 +1,10 @@
 """Reading shards: rows over the concatenation, the authors' layout, identity, and what is refused."""
 
 import json
+import os
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isoloco.data.shards import Shard, Split, open_data
+from isoloco.data.shards import Shard, Split, open_data, scan
 
 
 def write_shards(directory, split, tokens, cuts, dtype=np.uint16):
@@ -190,3 +192,47 @@ def test_the_manifest_is_believed_and_checked(tmp_path):
     (tmp_path / "train_000000.npy").unlink()
     with pytest.raises(ValueError, match=r"train_000000\.npy is missing"):
         open_data(tmp_path)
+
+
+def bytes_read() -> int:
+    """By this process so far, through read calls; Linux tells."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["rchar"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="only Linux counts what a process reads")
+def test_a_large_shard_is_read_once_and_again_when_it_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shard = tmp_path / "train_000000.npy"
+    header = np.lib.format.open_memmap(shard, mode="w+", dtype=np.uint16, shape=(2**25,))  # 64 MiB, sparse
+    del header
+    digest, largest = scan(shard)
+    told = {"file": shard.name, "tokens": 2**25, "max_id": largest, "blake2b": digest}
+    splits = {"train": {"documents": 1, "text_bytes": 40, "tokens": 2**25, "shards": [told]}}
+    manifest = {"format": "isoloco-shards-1", "dtype": "uint16", "vocab_size": 10, "eos_id": 0, "splits": splits}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+
+    def cost() -> int:
+        before = bytes_read()
+        open_data(tmp_path).verify()
+        return bytes_read() - before
+
+    time.sleep(2.1)  # a file that was just written is not remembered
+    first, second = cost(), cost()
+    assert first > 2**26
+    assert second < 2**17
+    (note,) = (tmp_path / "cache" / "isoloco" / "checked").iterdir()
+    note.write_text("[")
+    assert cost() > 2**26
+    before = shard.stat()
+    with shard.open("r+b") as file:
+        file.seek(2**25)
+        file.write(b"1")
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"train_000000\.npy changed since it was prepared"):
+        open_data(tmp_path).verify()
+    time.sleep(2.1)
+    for _ in range(2):  # what was wrong once stays wrong, remembered or not
+        with pytest.raises(ValueError, match="changed since it was prepared"):
+            open_data(tmp_path).verify()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..files import check_inside, check_name, check_tokenizer, digest, unseal
+from .checked import scan_once
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +70,8 @@ class Shard:
 
     @cached_property
     def scanned(self) -> tuple[str, int]:
-        """Checksum and largest token id, read from the file."""
-        return scan(self.path)
+        """Checksum and largest token id, read from the file (of a large one, once: see `isoloco.data.checked`)."""
+        return scan_once(self.path, scan)
 
     def largest_id(self) -> int:
         """Largest token id in it, -1 for none."""
@@ -193,14 +194,17 @@ class Data:
                 )
 
     def verify(self) -> None:
-        """Read shards and tokenizer, compare them with the manifest; ValueError names the first file that changed."""
+        """Compare shards and tokenizer with the manifest; ValueError names the first file that changed.
+
+        They are read for it, but for large shards that were read before and that nobody wrote to since.
+        """
         for name, wanted in (self.manifest or {}).get("tokenizer_files", {}).items():
             path = self.path / "tokenizer" / name
             if not path.is_file() or digest(path) != wanted:
                 told = "changed since it was prepared" if path.is_file() else "is missing"
                 raise ValueError(f"{path} {told}: {_again(self.path)}")
         for shard in self._shards():
-            if shard.blake2b is not None and scan(shard.path)[0] != shard.blake2b:
+            if shard.blake2b is not None and scan_once(shard.path, scan)[0] != shard.blake2b:
                 raise ValueError(f"shard {shard.path} changed since it was prepared: {_again(self.path)}")
 
     def _shards(self) -> Iterator[Shard]:
