@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks import network, throughput
+
 from isoloco.simulate import build_round
+from isoloco.worker import Turn
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,6 +19,10 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     return done
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def bars(path: Path) -> dict[str, dict]:
@@ -35,22 +40,21 @@ def test_bare_loop_nanogpt_and_a_worker_take_the_same_steps(tmp_path):
         model, throughput.loss_function(prepared.config), throughput.reader(prepared.config, prepared.data),
         config=prepared.config, total_steps=10**6,
     )  # fmt: skip
-    start = [p.detach().clone() for p in bare.model.parameters()]
-    training.hosted = [0]
-    training.run(state, steps=2)
+    start = flat(bare.model)
+    training.worker.load(0, state.anchor, state.workers[0])
+    training.worker.run(2, first_step=0, turn=Turn(), stop=lambda: False)
     for step in range(2):
-        bare.step(0, step)
-        nano.step(0, step)
-        naive.step(0, step)
-    moved = torch.cat([(p - q).flatten() for p, q in zip(bare.model.parameters(), start, strict=True)])
+        for program in (bare, nano, naive):
+            program.step(0, step)
+    moved = flat(bare.model) - start
+
+    def distance(other) -> float:
+        return float((flat(other) - start - moved).norm() / moved.norm())
+
     assert moved.norm() > 0
-
-    def distance(parameters) -> float:
-        other = torch.cat([(p - q).flatten() for p, q in zip(parameters, start, strict=True)])
-        return float((other - moved).norm() / moved.norm())
-
-    assert distance(nano.model.parameters()) < 1e-3
-    assert distance(naive.models[0].parameters()) < 0.02  # default AdamW decays vectors too
+    assert distance(model) < 0.01  # the bare loop's decay acts on embedding and head too
+    assert distance(nano.model) < 1e-3
+    assert distance(naive.models[0]) < 0.02  # default AdamW decays vectors too
     assert nano.losses[0] == pytest.approx(naive.losses[1] * 2, rel=1e-4)
 
 
@@ -87,6 +91,7 @@ def test_family_prints_one_table_and_writes_json(tmp_path):
         assert all(bar["what"] in done.stdout for bar in each["bars"])
 
 
+@pytest.mark.slow
 def test_family_tells_what_it_takes():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--only", "nothing"], cwd=ROOT, capture_output=True, text=True, check=False
