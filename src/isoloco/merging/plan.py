@@ -202,7 +202,7 @@ def _peak_bytes(spec: Spec, rule: TensorRule) -> int:
     workers, reduce = len(rule.weights), rule.reduces[0]
     if rule.entrywise:
         return (workers + 1) * spec.stored_bytes + 16 * 4 * BLOCK
-    between = 3 + 2 * reduce.channels if reduce.additive else 2 * workers + 24
+    between = 5 + 10 * (reduce.channels - 1) // 3 if reduce.additive else 2 * workers + 24
     if rule.transform is not None:
         between = max(between, 8)
     return 2 * spec.stored_bytes + between * max(4, DTYPES[spec.dtype].itemsize) * count
