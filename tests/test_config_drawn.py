@@ -31,7 +31,7 @@ ROLES = ["matrix", "embedding", "head", "vector"]
 INTEGERS = [-1, 0, 1, 2, 3, 4, 5, 8, 16, 17, 64, 1000, 10**6, 2**31, 2**63, 10**30]
 NUMBERS = [-1.0, 0.0, 1e-300, 1e-4, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0, 1.5, 3.0, 100.0, 1e20, 1e300]
 NUMBERS += [float("inf"), float("nan")]
-TEXTS = ["", "none", "a", "a/b", "a/../..", "nichts", "0", "x" * 300, "ä ö", "a\nb", "\0"]
+TEXTS = ["", "none", "a", "a/b", "a/../b", "nichts", "0", "x" * 300, "ä ö", "a\nb", "\0"]
 ODD = [None, True, "7", [], {}, 1.5, [None], {"a": 1}, -3]
 
 PLAUSIBLE: dict[str, list[Any]] = {

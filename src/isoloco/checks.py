@@ -38,6 +38,11 @@ def _check_types(config: Any, prefix: str = "") -> None:
         value = _coerce(value, option.type)
         if not _matches(value, option.type):
             raise ValueError(f"{prefix}{key}: got {value!r}, takes {type_name(option.type)}")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not (text.isprintable() and all(len(p) < 256 for p in text.split("/"))):
+                raise ValueError(
+                    f"{prefix}{key}: got {text[:60]!r}, takes printable text as names and paths are made of"
+                )
         put(config, key, value)
 
 
