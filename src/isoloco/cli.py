@@ -139,7 +139,7 @@ def _train(argv: list[str]) -> int:
     if _asks_for_help(argv):
         print(_options_help("train", TRAIN_HELP))
         return 0
-    from .comm import rank
+    from .comm import layout, rank
     from .data.shards import open_data
     from .launch import EXIT_CODES, Interrupts, elastic_flags, launch_flags
     from .recipe import run_config
@@ -150,6 +150,7 @@ def _train(argv: list[str]) -> int:
     argv, elastic = elastic_flags(argv)
     argv, resume, from_previous = launch_flags(argv)
     config, sources = run_config(argv, prog="isoloco train", run=None if resume == "auto" else resume)
+    layout(config)
     check_extras(config)  # what can be told before the seconds that torch takes to import; train asks again
     if resume is None and elastic is None and rank() == 0:
         check_place(config)

@@ -157,6 +157,21 @@ def connect(config: RunConfig) -> Comm:
     Raises:
         ValueError: processes, islands and workers do not fit together; the others are not there in time.
     """
+    shape = layout(config)
+    if shape.processes == 1:
+        return shape
+    from .processes import ProcessComm
+
+    return ProcessComm(
+        device=config.compute.device,
+        islands=shape.islands,
+        ordered=config.comm.ordered,
+        timeout_s=config.comm.timeout_s,
+    )
+
+
+def layout(config: RunConfig) -> Comm:
+    """The processes of the launch as a config lays them out, nobody met yet. ValueError where they do not fit it."""
     started, members = processes(), config.compute.processes_per_worker
     if config.is_dp:
         if members != 1:
@@ -164,22 +179,15 @@ def connect(config: RunConfig) -> Comm:
         members = started
     if started % members:
         lower = started // members * members
+        fitting = f"{lower} or {lower + members}" if lower else f"{members}"
+        those = f"{started} process{'es' * (started > 1)}"
         raise ValueError(
-            f"compute.processes_per_worker {members} does not divide the {started} processes that were started; "
-            f"start {f'{lower} or ' if lower else ''}{lower + members} (torchrun --nproc-per-node)"
+            f"compute.processes_per_worker {members} does not divide the {those} that were started; "
+            f"start {fitting} of them (torchrun --nproc-per-node)"
         )
     shape = Comm()
     shape.processes, shape.islands = started, started // members
     shape.hosted(config.workers)  # says what would fit
     batches = (config.workers if config.is_dp else 1) * config.worker_batch_size // (config.micro_batch_size or 1)
     shape.share([None] * batches)
-    if started == 1:
-        return Comm()
-    from .processes import ProcessComm
-
-    return ProcessComm(
-        device=config.compute.device,
-        islands=started // members,
-        ordered=config.comm.ordered,
-        timeout_s=config.comm.timeout_s,
-    )
+    return shape

@@ -78,14 +78,16 @@ class ProcessComm(Comm):
         def take_first() -> None:
             work, incoming, places, _ = under_way.popleft()
             work.wait()
-            for place, found in zip(places, incoming.split([p.numel() for p in places]), strict=True):
-                place.copy_(found)
+            if incoming.numel() and incoming.data_ptr() not in {place.data_ptr() for place in places}:
+                for place, found in zip(places, incoming.split([p.numel() for p in places]), strict=True):
+                    place.copy_(found)
 
         for start in range(0, largest, piece):
             parts = [part[start : start + piece] if i != own else part[:0] for i, part in enumerate(sent)]
             places = [part[start : start + piece] if i != own else part[:0] for i, part in enumerate(arrived)]
-            outgoing, sizes = torch.cat(parts), [place.numel() for place in places]
-            incoming = outgoing.new_empty(sum(sizes))
+            outgoing, sizes = _joined(parts), [place.numel() for place in places]
+            filled = [place for place in places if place.numel()]
+            incoming = filled[0] if len(filled) == 1 else outgoing.new_empty(sum(sizes))  # straight to its place
             work = dist.all_to_all_single(
                 incoming, outgoing, sizes, [part.numel() for part in parts], group=group, async_op=True
             )
@@ -145,7 +147,8 @@ class ProcessComm(Comm):
             if rank != self.rank:
                 parts = flat.split([t.numel() * t.element_size() for t in held[rank]])
                 for tensor, part in zip(held[rank], parts, strict=True):
-                    tensor.view(-1).copy_(part.clone().view(tensor.dtype))
+                    aligned = part if part.storage_offset() % tensor.element_size() == 0 else part.clone()
+                    tensor.view(-1).copy_(aligned.view(tensor.dtype))
 
     def meet(self, weight: float, stop: bool) -> tuple[float, bool]:
         if self._home is None:
@@ -247,6 +250,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _flat(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(parts) if parts else like.new_empty(0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after the other; no copy where only one has anything."""
+    filled = [part for part in parts if part.numel()]
+    return filled[0] if len(filled) == 1 else torch.cat(parts)
 
 
 def _first_line(error: BaseException) -> str:

@@ -53,7 +53,7 @@ class Reduction:
         self.reduce, self.owner, self.wire, self.seed, self.comm = reduce, owner, wire, seed, comm
         self.like = dict(parameters)
         self.sends = {name for name, rank in owner.items() if rank % comm.members == comm.member}
-        less = hosted * WIRE_BYTES[wire] <= 4.0 * reduce.channels
+        less = hosted * WIRE_BYTES[wire] < 4.0 * reduce.channels
         self.apart = not reduce.additive or (comm.islands > 1 and (comm.ordered or less))
 
     def add(self, state: RoundState, worker: int, deltas: Mapping[str, Tensor], *, weight: float) -> float:
