@@ -76,7 +76,7 @@ LIGHT = [
     ("train quickstart --data.path data --data.source x", "data.path and data.source exclude each other"),
     ("train quickstart --data.path data --data.max_tokens 5", "data.max_tokens is for a data.source"),
     ("train quickstart --data.per_worker data,data", "data.per_worker names 2 directories for 8 workers: one each"),
-    ("train quickstart --compute.processes_per_worker 2", "compute.processes_per_worker 2 does not divide the 1 process"),
+    ("train quickstart --compute.processes_per_worker 2", "processes_per_worker 2 does not divide the 1 process"),
     ("train quickstart --inner.muon.momentum 0.5", "inner.muon.* is for inner.optimizer muon, not adamw"),
     # methods
     ("train quickstart --method isoloc", "unknown method 'isoloc'; nearest: isoloco"),
