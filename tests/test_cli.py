@@ -270,7 +270,7 @@ class Started:
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=240)
         code = self.process.returncode
-        # CPython dies of the signal itself, which a shell shows as 130, where it met the interrupt in exec() of a string
+        # CPython dies of the signal itself, a shell's 130, where it met the interrupt in exec() of a string
         return 130 if code == -signal.SIGINT else code, out, err
 
 

@@ -48,9 +48,7 @@ def elastic_flags(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
             raise ValueError(f"{next(iter(given))} goes with --elastic")
         return rest, None
     if any(token.partition("=")[0] in ("--resume", "--resume-from-previous") for token in rest):
-        raise ValueError(
-            "--elastic goes on by itself from its worker's run directory: leave --resume out"
-        )
+        raise ValueError("--elastic goes on by itself from its worker's run directory: leave --resume out")
     if not given.get("--worker-id", "").isdecimal():
         raise ValueError("--elastic needs --worker-id N, from 0 to workers - 1, and the same one after a restart")
     lighthouse = given.get("--lighthouse") or os.environ.get("TORCHFT_LIGHTHOUSE", "")

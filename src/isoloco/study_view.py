@@ -110,6 +110,12 @@ def panel(board: Board, said: list[str]) -> Any:
     for cell in found:
         running = sum(is_alive(card) for _, card in cell.running)
         best = f"{cell.best:.4f}" if cell.best is not None else ""
-        row = (Text(cell.cell), f"{cell.done} of {cell.expected}", str(running or ""), str(len(cell.failed) or ""), best)
+        row = (
+            Text(cell.cell),
+            f"{cell.done} of {cell.expected}",
+            str(running or ""),
+            str(len(cell.failed) or ""),
+            best,
+        )
         table.add_row(*row, style="red" if cell.failed else "green" if cell.done == cell.expected else None)
     return Group(table, *map(Text, said[-5:]))  # names are no markup
