@@ -19,7 +19,7 @@ import yaml
 
 from isoloco import cli, recipe
 from isoloco.config import options, unknown
-from isoloco.launch import elastic_flags, launch_flags
+from isoloco.launch import elastic_flags, launch_flags, profile_flag
 from isoloco.links import link_flags
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +118,7 @@ def dry(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             with monkeypatch.context() as patched:
                 patched.setenv("TORCHFT_LIGHTHOUSE", "host:29510")
                 argv, _ = elastic_flags(argv)
-            argv, resume, _ = launch_flags(argv)
+            argv, resume, _ = launch_flags(profile_flag(argv)[0])
             if resume not in (None, "auto"):
                 assert not argv or argv[0].startswith("--")
                 argv = ["quickstart", *argv]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -156,7 +157,9 @@ def test_an_error_of_one_process_ends_all(make, tmp_path):
     assert told[1] == f"rank 0 cannot go on: {told[0]}"
 
 
-def started(make_config: RunConfig, tmp_path: Path, *argv: str, processes: int = 2) -> list[subprocess.Popen[str]]:
+def started(
+    make_config: RunConfig, tmp_path: Path, *argv: str, processes: int = 2, port: int | None = None
+) -> list[subprocess.Popen[str]]:
     """The command, in processes started as a scheduler does."""
     import yaml
 
@@ -165,8 +168,8 @@ def started(make_config: RunConfig, tmp_path: Path, *argv: str, processes: int =
     tree = to_dict(make_config)
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump(tree))
-    port = str(free_port())
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": str(processes)}
+    environment = {**os.environ, **place}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "isoloco", "train", str(path), *argv],
@@ -230,3 +233,14 @@ def test_a_peer_that_never_comes_is_told_in_one_line(make, tmp_path):
     ((code, lines),) = ended(children[:1])
     assert code == 2
     assert lines[-1].startswith("isoloco: rank 0 of 2: could not meet the other 1 processes at 127.0.0.1:")
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(make, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        children = started(make("run", comm__timeout_s=3.0), tmp_path, port=port)
+        found = ended(children)
+    assert [code for code, _ in found] == [2, 2]
+    assert all(f"could not meet the other 1 processes at 127.0.0.1:{port}" in lines[-1] for _, lines in found)

@@ -105,6 +105,7 @@ this launch alone:
   --resume RUN_DIR         go on with a run by its own config; the budget and what affects no result may change
   --resume auto            go on with the newest run of this very config that has not ended, or start one
   --resume-from-previous   from the last checkpoint but one (with --resume RUN_DIR)
+  --profile                write a torch profiler trace of the second round to profile.json.gz in the run directory
   --elastic                be one of `workers` that come and go (extra: torchft); docs/clusters.md says how, with
     --worker-id N          which one, from 0 to workers - 1, and the same one after a restart
     --lighthouse HOST:PORT of torchft_lighthouse, or TORCHFT_LIGHTHOUSE says it
@@ -141,13 +142,16 @@ def _train(argv: list[str]) -> int:
         return 0
     from .comm import layout, rank
     from .data.shards import open_data
-    from .launch import EXIT_CODES, Interrupts, elastic_flags, launch_flags
+    from .launch import EXIT_CODES, Interrupts, elastic_flags, launch_flags, profile_flag
     from .recipe import run_config
     from .rundir import check_place
     from .sinks import check_extras
 
     command = shlex.join(["isoloco", "train", *argv])
     argv, elastic = elastic_flags(argv)
+    argv, profile = profile_flag(argv)
+    if profile and elastic is not None:
+        raise ValueError("--profile goes without --elastic: trace a run of one process")
     argv, resume, from_previous = launch_flags(argv)
     config, sources = run_config(argv, prog="isoloco train", run=None if resume == "auto" else resume)
     layout(config)
@@ -169,7 +173,7 @@ def _train(argv: list[str]) -> int:
     with Interrupts() as interrupts:
         result = train(
             config, sources=sources, resume=resume, resume_from_previous=from_previous, quiet=False,
-            stop=interrupts.asked, command=command,
+            stop=interrupts.asked, command=command, profile=profile,
         )  # fmt: skip
     return EXIT_CODES[result.stopped_by]
 

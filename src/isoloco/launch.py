@@ -1,9 +1,12 @@
-"""What belongs to one launch of a training and not to its config: resuming, signals, exit codes."""
+"""What belongs to one launch of a training and not to its config: resuming, signals, exit codes, a trace."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # by what stopped the run; 75 is EX_TEMPFAIL of sysexits.h: try again later
@@ -27,6 +30,11 @@ def launch_flags(argv: list[str]) -> tuple[list[str], str | None, bool]:
     if previous and resume in (None, "auto"):
         raise ValueError("--resume-from-previous goes with --resume RUN_DIR")
     return rest, resume, previous
+
+
+def profile_flag(argv: list[str]) -> tuple[list[str], bool]:
+    """Whether the second round of this launch is to be traced, taken out of the arguments."""
+    return [token for token in argv if token != "--profile"], "--profile" in argv
 
 
 def elastic_flags(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
@@ -94,3 +102,15 @@ class Interrupts:
             self._asked = "requeue"
             told = b"\nisoloco: saving, to be gone on with: --resume auto\n"
         os.write(2, told)  # print may be interrupted
+
+
+@contextlib.contextmanager
+def traced(path: Path) -> Iterator[None]:
+    """What torch's profiler sees inside, written as a trace that chrome://tracing and ui.perfetto.dev show."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=kinds) as seen:
+        yield
+    seen.export_chrome_trace(str(path))

@@ -21,6 +21,7 @@ from .config import ModelConfig, RunConfig, flat, options, to_dict
 from .console import relative
 from .data.feed import checksum, reader, vocabulary
 from .evaluate import evaluate_data
+from .launch import traced
 from .leave import BEST, Best, export_best, leave_model
 from .loss import loss_function
 from .memory import remedies, told_what_to_lower
@@ -70,6 +71,7 @@ def train(
     stop: Callable[[], str | bool] = lambda: False,
     observe: Callable[..., None] | None = None,
     command: str | None = None,
+    profile: bool = False,
 ) -> TrainResult:
     """Train by ``config`` into a new run directory, or go on with a run.
 
@@ -84,6 +86,7 @@ def train(
             the figures of the last finished round, or at once where it says "requeue".
         observe: ``observe(phase, **info)`` hears every phase.
         command: kept in the manifest.
+        profile: write a trace of the second round from here (the only one, where there is one) to profile.json.gz.
 
     Installs no signal handlers and exits nothing.
 
@@ -94,7 +97,7 @@ def train(
     try:
         return _train(
             config, comm, sources=sources or {}, resume=resume, previous=resume_from_previous,
-            quiet=quiet, stop=stop, observe=observe, command=command,
+            quiet=quiet, stop=stop, observe=observe, command=command, profile=profile,
         )  # fmt: skip
     finally:
         comm.close()
@@ -147,6 +150,7 @@ class _Run:
         stop: Callable[[], str | bool],
         observe: Callable[..., None] | None,
         command: str | None,
+        profile: bool = False,
     ) -> None:
         self.config, self.plan, self.data = prepared.config, prepared.plan, prepared.data
         self.comm, self.held, self.stop_asked, self.stopped = comm, held, stop, ""
@@ -188,6 +192,8 @@ class _Run:
             observe=self._observe, stop=self._stop, state=state, shelf=self.shelf, comm=comm,
         )  # fmt: skip
         self.recorder.state = self.state
+        # the second one has no compilation and no buffers to make
+        self.traced_round = min(self.state.round + 1, plan.rounds - 1) if profile and comm.rank == 0 else None
         check_anchor(self.state.anchor, comm, round_number=self.state.round)
         rows = header_rows(config, plan, data_path=data[0].path) + training_rows(self.training)
         if resumed is not None:
@@ -246,7 +252,8 @@ class _Run:
             try:
                 while state.step < self.plan.steps:
                     steps = min(config.sync_every, self.plan.steps - state.step)
-                    metrics = self.training.run(state, steps=steps)
+                    with self._tracing():
+                        metrics = self.training.run(state, steps=steps)
                     if metrics is None:
                         break
                     metrics["save_s"] = self.checkpoints.stalled_s()
@@ -266,6 +273,10 @@ class _Run:
             finally:
                 self.checkpoints.close()
                 self.shelf.close()
+
+    def _tracing(self) -> contextlib.AbstractContextManager[None]:
+        due = self.state.round == self.traced_round
+        return traced(self.run_dir.path / "profile.json.gz") if due else contextlib.nullcontext()
 
     def _stop(self) -> bool:
         asked = self.stop_asked()
