@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,26 @@ CHUNK_BYTES, CHUNKS_UNDER_WAY = 2**18, 4  # of what two processes send each othe
 T = TypeVar("T")
 
 
+def _within(meet: Callable[[], object], seconds: float) -> str:
+    """Why the processes did not meet; empty if they did.
+
+    In a thread: with a stranger on the port, who accepts and says nothing, torch waits for ever, and hears no Ctrl-C.
+    """
+    problem = ["nobody answered"]
+
+    def run() -> None:
+        try:
+            meet()
+            problem[0] = ""
+        except Exception as error:
+            problem[0] = _first_line(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return problem[0]
+
+
 class ProcessComm(Comm):
     """A group of processes, as torchrun starts them; ``islands`` of equal size, ranks in a row."""
 
@@ -31,15 +52,14 @@ class ProcessComm(Comm):
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         self.rank, self.processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._ours = not dist.is_initialized()
-        try:
-            # plain data always goes through gloo: a host need not wait for its device to talk
-            if self._ours:
-                dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=wait)
-        except (RuntimeError, ValueError) as error:
+        # plain data always goes through gloo: a host need not wait for its device to talk
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        problem = _within(lambda: dist.init_process_group(backend, timeout=wait), 2 * timeout_s) if self._ours else None
+        if problem:
             raise ValueError(
                 f"could not meet the other {self.processes - 1} processes at {place} within {timeout_s:g} s "
-                f"({_first_line(error)}); are all started, with this address, and is the port free?"
-            ) from None
+                f"({problem}); are all started, with this address, and is the port free?"
+            )
         self.islands = islands
         self.device = device
         members, rank = self.members, self.rank
