@@ -1,4 +1,4 @@
-"""What several test files share: one thread, and a tiny prepared data directory."""
+"""What several test files share: one thread, a tiny prepared data directory, studies over a small recipe."""
 
 import itertools
 import os
@@ -31,3 +31,19 @@ def shards(tmp_path_factory) -> Path:
         out_dir=directory / "data", source=str(source), tokenizer="train:bpe:300",
         valid_tokens=0.2, test_tokens=0.1, progress=False,
     )  # fmt: skip
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Makes a board of a study, try.yaml in the current directory, from YAML text over a small recipe."""
+    from isoloco.study_board import Board
+    from isoloco.study_file import load
+
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text("method: isoloco\nworkers: 2\nglobal_batch_size: 8\nbudget: {steps: 4}\n")
+
+    def make(text: str) -> Board:
+        Path("try.yaml").write_text(f"name: try\nrecipe: small.yaml\n{text}")
+        return Board(load("try.yaml"), tmp_path / "studies")
+
+    return make

@@ -8,25 +8,17 @@ import torch
 from safetensors.torch import load_file
 
 from isoloco import train
-from isoloco.config import from_flat
 from isoloco.evaluate import evaluate_directory
 from isoloco.metrics import read_metrics
-from tiny_models import config_file
+from tiny_models import config_file, short_run
 
 
 @pytest.fixture
 def make(shards, tmp_path):
     network = config_file("llama", tmp_path)
 
-    def config(name: str = "run", **dotted):
-        values = {
-            "out_dir": str(tmp_path / name), "model.config": network, "model.seq_len": 16, "data.path": str(shards),
-            "workers": 2, "sync_every": 2, "global_batch_size": 4, "budget.steps": 12, "compute.threads": 1,
-            "eval.every_rounds": 1, "eval.tokens": 320, "checkpoint.every_rounds": 2, "inner.lr": 0.02,
-        }  # fmt: skip
-        return from_flat(values | {key.replace("__", "."): value for key, value in dotted.items()})
-
-    return config
+    ours = {"budget__steps": 12, "eval__tokens": 320, "checkpoint__every_rounds": 2, "inner__lr": 0.02}
+    return lambda name="run", **dotted: short_run(tmp_path / name, shards, network, **{**ours, **dotted})
 
 
 def evaluations(run: Path) -> list[dict]:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faults import requeue_at
 from isoloco import train
 from isoloco.cli import main
-from isoloco.config import RunConfig, from_flat
 from isoloco.metrics import comparable, read_metrics
-from tiny_models import config_file
+from tiny_models import config_file, short_run
 
 METHODS = [
     "isoloco",
@@ -28,24 +28,10 @@ HARMS = ["flip", *(pytest.param(harm, marks=pytest.mark.slow) for harm in ("cut"
 
 @pytest.fixture
 def make(shards, tmp_path):
-    network = str(config_file("gpt2", tmp_path))  # with dropout
+    network = config_file("gpt2", tmp_path)  # with dropout
 
-    def config(name: str, **dotted: Any) -> RunConfig:
-        values: dict[str, Any] = {
-            "out_dir": str(tmp_path / name), "model.config": network, "model.seq_len": 16, "data.path": str(shards),
-            "workers": 3, "sync_every": 4, "global_batch_size": 6, "micro_batch_size": 1, "budget.steps": 10,
-            "eval.every_rounds": 1, "eval.tokens": 64, "checkpoint.every_rounds": 1, "log.every_steps": 1,
-            "compute.threads": 1,
-        }  # fmt: skip
-        return from_flat(values | {key.replace("__", "."): value for key, value in dotted.items()})
-
-    return config
-
-
-def after(calls: int):
-    """A stop that asks to be requeued at its n-th question."""
-    asked = iter(range(1, 10**9))
-    return lambda: "requeue" if next(asked) >= calls else ""
+    ours = {"workers": 3, "sync_every": 4, "global_batch_size": 6, "micro_batch_size": 1, "budget__steps": 10}
+    return lambda name, **dotted: short_run(tmp_path / name, shards, network, **{**ours, **dotted})
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -70,10 +56,10 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(method, make):
     # in the first turn, in a later turn of the first round, in mid-round of the second, twice in one run
     for moments in [(2,), (6,), (17,), (3, 5)] if method != "dp" else [(2,), (6,), (3, 4)]:
         name = "-".join(map(str, moments))
-        train(make(name, method=method), stop=after(moments[0]))
+        train(make(name, method=method), stop=requeue_at(moments[0]))
         run = Path(make(name).out_dir or "")
         for moment in moments[1:]:
-            train(make(name, method=method), resume=run, stop=after(moment))
+            train(make(name, method=method), resume=run, stop=requeue_at(moment))
         result = train(make(name, method=method), resume=run)
         assert result.state == "finished"
         assert_equal_runs(whole, run)
@@ -82,7 +68,7 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(method, make):
 @pytest.mark.parametrize("options", [{"comm__wire": "int8"}, {"compute__worker_state": "disk"}])
 def test_codec_errors_and_states_on_disk_come_back(options, make):
     whole = train(make("whole", **options)).run_dir
-    stopped = train(make("stopped", **options), stop=after(18))
+    stopped = train(make("stopped", **options), stop=requeue_at(18))
     assert stopped.state == "stopped"
     assert stopped.stopped_by == "requeue"
     train(make("stopped", **options), resume=stopped.run_dir)
@@ -112,7 +98,7 @@ def test_what_is_kept_and_what_is_linked(make):
 def test_a_save_in_mid_round_writes_only_who_has_run_since(where, make):
     config = make("run", compute__worker_state=where)
     # round 2 begins with the 13th question; worker 0 ends its turn with the 16th
-    train(config, stop=after(18))
+    train(config, stop=requeue_at(18))
     folder = Path(config.out_dir or "") / "checkpoints"
     before, middle = sorted(folder.iterdir())
     same = [
@@ -142,14 +128,14 @@ def test_the_budget_may_grow_and_results_may_not_change(make):
 
 def test_logging_and_evaluation_may_change(make):
     config = make("run")
-    train(config, stop=after(7))
+    train(config, stop=requeue_at(7))
     result = train(make("run", log__every_steps=5, eval__every_rounds=0), resume=config.out_dir)
     assert [e["round"] for e in result.evaluations] == [3]
 
 
 def test_resume_auto_goes_on_or_starts(make):
     config = make("run")
-    first = train(config, resume="auto", stop=after(7))
+    first = train(config, resume="auto", stop=requeue_at(7))
     assert first.state == "stopped"
     second = train(config, resume="auto")
     assert second.state == "finished"
@@ -181,7 +167,7 @@ def test_a_shard_that_changed_is_told(make, shards, tmp_path):
     copy = tmp_path / "shards"
     shutil.copytree(shards, copy)
     config = make("run", data__path=str(copy))
-    train(config, stop=after(7))
+    train(config, stop=requeue_at(7))
     shard = next(copy.glob("train_*.npy"))
     content = bytearray(shard.read_bytes())
     content[-2] ^= 1

@@ -72,7 +72,7 @@ GOOD = record(text="good", id=1)
         ("a.txt", "café".encode("latin-1"), "a.txt: it is not UTF-8"),
         ("a.jsonl", b"", "has no document to train on"),
         ("a.txt", b"", "has no document to train on"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "cannot read"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 9, mtime=0)[:-9], "cannot read"),
         ("a.jsonl.gz", b"not gzip", "cannot read"),
         ("a.jsonl.zst", zstandard.compress(GOOD * 9)[:-3], "a.jsonl.zst: the compressed file ends early"),
         ("a.jsonl.zst", b"not zstandard", "cannot read"),

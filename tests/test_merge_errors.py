@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor
 
 import isoloco
 import toy
+from faults import no_file_larger_than
 from isoloco import cli
 from merge_models import family, read, tensors, write
 
@@ -120,17 +119,6 @@ def test_places_that_hold_no_model(
     assert "some-org/some-model: no such directory, and the Hugging Face Hub cannot be reached" in line
     out.mkdir()
     assert f"{out} exists: give another directory with -o" in fail(capsys, base, base, "-o", out)
-
-
-@contextlib.contextmanager
-def no_file_larger_than(limit_bytes: int) -> Iterator[None]:
-    """The system refuses to write more than this to any file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_takes_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

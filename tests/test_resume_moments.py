@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faults import requeue_at
 from isoloco import train
 from isoloco.cli import main
-from isoloco.config import RunConfig, flat, from_flat
+from isoloco.config import RunConfig, flat
 from isoloco.config import options as options_of
 from isoloco.metrics import comparable, read_metrics
 from isoloco.rundir import RunDir
 from isoloco.saved import whole
-from tiny_models import config_file
+from tiny_models import config_file, short_run
 
 
 class Killed(BaseException):
@@ -35,18 +36,10 @@ def _no_picture(monkeypatch):
 
 @pytest.fixture
 def make(shards, tmp_path):
-    network = str(config_file("gpt2", tmp_path))  # with dropout
+    network = config_file("gpt2", tmp_path)  # with dropout
 
-    def config(place: str, **dotted: Any) -> RunConfig:
-        values: dict[str, Any] = {
-            "out_dir": str(tmp_path / place), "model.config": network, "model.seq_len": 16, "data.path": str(shards),
-            "workers": 2, "sync_every": 3, "global_batch_size": 4, "micro_batch_size": 1, "budget.steps": 8,
-            "eval.every_rounds": 1, "eval.tokens": 64, "checkpoint.every_rounds": 1, "log.every_steps": 1,
-            "compute.threads": 1,
-        }  # fmt: skip
-        return from_flat(values | {key.replace("__", "."): value for key, value in dotted.items()})
-
-    return config
+    ours = {"sync_every": 3, "micro_batch_size": 1}
+    return lambda place, **dotted: short_run(tmp_path / place, shards, network, **{**ours, **dotted})
 
 
 def killed_at(phase: str, number: int = 1):
@@ -58,12 +51,6 @@ def killed_at(phase: str, number: int = 1):
             raise Killed
 
     return observe
-
-
-def asks(calls: int):
-    """A stop that asks to be requeued at its n-th question."""
-    asked = iter(range(1, 10**9))
-    return lambda: "requeue" if next(asked) >= calls else ""
 
 
 def kill(config: RunConfig, phase: str, number: int = 1, **options: Any) -> Path:
@@ -108,7 +95,7 @@ def test_without_a_checkpoint_resume_says_which_command_starts_over(make, capsys
 def test_of_two_runs_auto_takes_the_one_with_a_checkpoint(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = make("", out_dir=None, name="mine")
-    first = train(config, stop=asks(9)).run_dir
+    first = train(config, stop=requeue_at(9)).run_dir
     with pytest.raises(Killed):
         train(config, observe=killed_at("inner"))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mine-1", "mine-2"]
@@ -166,7 +153,7 @@ def test_rows_come_once_an_epoch_across_a_resume_at_its_end(make, tmp_path):
         run = kill(make(f"killed-{moment}", **options), "inner", moment)
         train(make(f"killed-{moment}", **options), resume="auto")
         assert_equal_runs(one, run)
-        stopped = train(make(f"stopped-{moment}", **options), stop=asks(moment)).run_dir
+        stopped = train(make(f"stopped-{moment}", **options), stop=requeue_at(moment)).run_dir
         train(make(f"stopped-{moment}", **options), resume=stopped)
         assert_equal_runs(one, stopped)
 
@@ -178,7 +165,7 @@ def test_killed_stopped_and_killed_again(make):
     config = make("killed", **options)
     run = kill(config, "inner", 4)  # before the first checkpoint
     kill(config, "reduce", 3, resume="auto")  # in the third round, one round after it
-    train(config, resume="auto", stop=asks(2))  # in mid-round, by a signal
+    train(config, resume="auto", stop=requeue_at(2))  # in mid-round, by a signal
     kill(config, "outer", 2, resume="auto")
     kill(config, "eval", 2, resume="auto")
     assert train(config, resume="auto").state == "finished"
@@ -186,7 +173,7 @@ def test_killed_stopped_and_killed_again(make):
 
 
 def test_a_run_that_another_process_trains_is_left_alone(make):
-    run = train(make("run"), stop=asks(5)).run_dir
+    run = train(make("run"), stop=requeue_at(5)).run_dir
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     holder = RunDir.open(run)
     holder.claim()
@@ -210,7 +197,7 @@ def test_a_directory_in_which_a_run_was_about_to_begin_is_free(make, tmp_path):
 @pytest.mark.slow
 def test_half_of_a_removed_checkpoint_counts_as_none(make):
     """What a process that died at removing an old checkpoint, or at writing one, has left is never gone on from."""
-    run = train(make("run"), stop=asks(12)).run_dir
+    run = train(make("run"), stop=requeue_at(12)).run_dir
     newest = whole(run / "checkpoints")[-1]
     for hidden in (".r000009.removed", ".r000009.partial"):
         shutil.copytree(newest, run / "checkpoints" / hidden)

@@ -1,4 +1,4 @@
-"""Studies: the search for the best options, and runs that are done once, whoever does them."""
+"""Studies: runs that are done once, whoever does them, and what is told of them."""
 
 import csv
 import io
@@ -11,129 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import isoloco.study as studies
-from isoloco.climb import Axis, Point, best_point, climb, inside
-from isoloco.recipe import packaged
+from isoloco.climb import best_point
 from isoloco.study import run_study
 from isoloco.study_board import Board, Run
 from isoloco.study_claims import read_card, take
-from isoloco.study_file import load, scales
 from isoloco.study_view import panel, status
 
-LR = Axis("inner.lr", start=1e-3, factor=2.0)
-MOMENTUM = Axis("outer.momentum", start=0.8, step=0.1, low=0.0, high=0.95)
-
-# ladders
-
-
-def test_ladders_multiply_add_or_list():
-    assert [LR.value(k) for k in (-2, 0, 3)] == [0.00025, 0.001, 0.008]
-    assert [MOMENTUM.value(k) for k in (-9, -8, 0, 1, 2)] == [None, 0.0, 0.8, 0.9, None]
-    listed = Axis("outer.lr", values=(0.7, 1.0, 1.8))
-    assert [listed.value(k) for k in (-1, 0, 2, 3)] == [None, 0.7, 1.8, None]
-    assert Axis("inner.lr", start=2.8e-3, factor=math.sqrt(2)).value(1) == 0.00396  # three digits, the same everywhere
-
-
-# the search
-
-
-def search(axes: tuple[Axis, ...], loss: Callable[[Point], float], trials: int) -> dict[Point, float]:
-    """Follow the search to its end; every step of it keeps the laws."""
-    losses: dict[Point, float] = {}
-    while todo := climb(axes, losses, trials):
-        assert len(set(todo)) == len(todo)
-        assert not set(todo) & losses.keys()
-        assert len(losses) + len(todo) <= max(trials, 1)
-        assert all(axis.value(k) is not None for point in todo for axis, k in zip(axes, point, strict=True))
-        losses |= {point: loss(point) for point in todo}
-    return losses
-
-
-def bowl(centre: Point, tilt: float = 0.0) -> Callable[[Point], float]:
-    return lambda p: sum((a - c) ** 2 * (1 + i) for i, (a, c) in enumerate(zip(p, centre, strict=True))) + tilt * p[0]
-
-
-@given(st.lists(st.integers(-4, 4), min_size=1, max_size=3), st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
-def test_the_search_keeps_its_laws_and_uses_all_its_trials(centre, trials):
-    axes = tuple(Axis(f"a{i}", start=1.0, factor=2.0) for i in range(len(centre)))
-    losses = search(axes, bowl(tuple(centre)), trials)
-    assert len(losses) == trials  # the same number for every cell: no method gets more chances
-    assert (0,) * len(axes) in losses
-    if inside(axes, losses):
-        assert best_point(losses) == tuple(centre)  # of a bowl, the only point that is inside
-
-
-@given(st.lists(st.integers(-4, 4), min_size=1, max_size=3))
-@settings(max_examples=30, deadline=None)
-def test_with_trials_enough_the_optimum_is_found_and_inside(centre):
-    axes = tuple(Axis(f"a{i}", start=1.0, factor=2.0) for i in range(len(centre)))
-    losses = search(axes, bowl(tuple(centre)), 6 * sum(map(abs, centre)) + 6 * len(centre) + 1)
-    assert best_point(losses) == tuple(centre)
-    assert inside(axes, losses)
-
-
-def test_a_bounded_ladder_is_left_nowhere_and_its_end_counts_as_inside():
-    losses = search((MOMENTUM,), bowl((5,)), 10)  # the best lies beyond the last rung
-    assert best_point(losses) == (1,)
-    assert inside((MOMENTUM,), losses)
-    assert len(losses) == 10  # from 0.0 to 0.9
-    assert search((MOMENTUM,), bowl((0,)), 50).keys() == {(k,) for k in range(-8, 2)}  # no more than there are
-
-
-def test_too_few_trials_leave_the_optimum_at_an_edge():
-    losses = search((LR,), bowl((9,)), 4)
-    assert len(losses) == 4
-    assert not inside((LR,), losses)
-
-
-def test_what_is_not_finite_never_wins():
-    losses: dict[Point, float] = {(0,): math.nan, (1,): math.inf, (-1,): 7.0, (2,): -math.inf}
-    del losses[(2,)]
-    assert best_point(losses) == (-1,)
-    assert best_point({(0,): 1.0, (-1,): 1.0}) == (-1,)
-    diverging = search((LR,), lambda p: math.inf if p[0] > 1 else -p[0], 8)
-    assert best_point(diverging) == (1,)
-    assert inside((LR,), diverging)
-
-
-def test_nothing_to_tune_is_nothing_to_search():
-    assert climb((), {}, 10) == []
-
-
-@given(st.data())
-@settings(max_examples=20, deadline=None)
-def test_a_search_goes_on_the_same_from_any_part_of_it(data):
-    axes = (LR, MOMENTUM)
-    loss = bowl((2, -1), tilt=0.1)
-    whole = search(axes, loss, 12)
-    known = {p: v for p, v in whole.items() if data.draw(st.booleans())}
-    again: dict[Point, float] = {}
-    while todo := climb(axes, again, 12):
-        again |= {p: known.get(p, loss(p)) for p in todo}
-    assert again == whole
-
-
-# studies on disk, with runs that only say what came out
-
-
-RECIPE = "method: isoloco\nworkers: 2\nglobal_batch_size: 8\nbudget: {steps: 4}\n"
-
-
-@pytest.fixture
-def study(tmp_path, monkeypatch):
-    """Make a board of a study from YAML text over a small recipe."""
-    monkeypatch.chdir(tmp_path)
-    Path("small.yaml").write_text(RECIPE)
-
-    def make(text: str) -> Board:
-        Path("try.yaml").write_text(f"name: try\nrecipe: small.yaml\n{text}")
-        return Board(load("try.yaml"), tmp_path / "studies")
-
-    return make
+# with runs that only say what came out
 
 
 @pytest.fixture
@@ -397,79 +283,6 @@ def test_each_run_has_devices_of_its_own(study, pretend, monkeypatch):
     assert run_study(board, jobs=3, devices_per_run=1, say=lambda text: None)
     assert sorted(given[:3]) == ["3", "5", "7"]
     assert len(given) == 4
-
-
-# study files
-
-
-EVERY = [(name, scale) for name in packaged("studies") for scale in scales(name) or [None]]
-
-
-@pytest.mark.parametrize(("name", "scale"), EVERY)
-def test_packaged_studies_load_and_are_fair(name, scale):
-    """Cells that are tuned have the same number of trials, enough for every axis; three seeds, but on GPUs."""
-    study = load(name, scale)
-    assert study.title
-    assert study.name == (name if scale is None else study.name)
-    large = scale not in (None, "mini")
-    assert len(study.seeds) >= 3 or large or not any(cell.tune for cell in study.cells)
-    for cell in study.cells:
-        if cell.tune:
-            assert study.trials >= 1 + 2 * len(cell.tune)
-
-
-SCALED = """
-options: {sync_every: 2}
-cells: {a: {method: diloco}, b: {method: isoloco, outer.lr: 1.0}}
-scales:
-  small: {options: {workers: 4}, seeds: [7]}
-  large: {options: {workers: 8, sync_every: 4}, trials: 3, cells: {b: {outer.momentum: 0.5}, c: {method: ties}}}
-  other: quickstart
-"""
-
-
-def test_a_scale_lies_over_its_file(study):
-    with pytest.raises(ValueError, match="several scales: choose one with --scale, of small, large, other"):
-        study(SCALED)
-    small, large, other = (load("try.yaml", scale) for scale in ("small", "large", "other"))
-    assert (small.name, large.name, other.name) == ("try-small", "try-large", "quickstart")
-    assert small.options == {"sync_every": 2, "workers": 4}
-    assert [cell.name for cell in small.cells] == ["a", "b"]
-    assert small.seeds == (7,)
-    assert large.options == {"sync_every": 4, "workers": 8}
-    assert [cell.name for cell in large.cells] == ["b", "c"]
-    assert large.cells[0].options == {"method": "isoloco", "outer.lr": 1.0, "outer.momentum": 0.5}
-    assert large.trials == 3
-    for scale, message in (("smal", "unknown scale 'smal'; nearest: small"), (None, "choose one")):
-        with pytest.raises(ValueError, match=message):
-            load("try.yaml", scale)
-    with pytest.raises(ValueError, match="one scale only: leave --scale small out"):
-        load("quickstart", "small")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "takes 'recipe' and 'cells'"),
-        ("cell: {}\ncells: {}", "unknown key 'cell'; nearest: cells"),
-        ("cells: {a: 3}", "cell a: takes a mapping"),
-        ("cells: {a: {metod: diloco}}", "cell a: unknown option 'metod'; nearest: method"),
-        ("cells: {a: {tune: {outer.lr: {start: 1.0}}}}", "outer.lr takes a list, or a start and a factor or step"),
-        ("cells: {a: {tune: {outer.lr: {start: 1.0, factr: 2}}}}", "outer.lr takes a list"),
-        ("cells: {a: {tune: {outer.lrr: [1.0]}}}", "unknown option 'outer.lrr'"),
-        ("cells: {a: {grid: {workers: [3]}}}", "does not divide among 3 workers"),
-        ("cells: {a: {ours: [inner.lr]}}", "cell a: unknown option of the cell, in ours: 'inner.lr'"),
-        ("cells: {a: {paper: low}}", "cell a: paper takes the loss"),
-        ("cells: {a: {}}\nbaseline: b", "unknown cell as baseline 'b'"),
-        ("cells: {a: {}}\nlayout: {rows: method}", "layout takes rows and columns"),
-        ("scales: {}\ncells: 3", "takes 'recipe' and 'cells'"),
-        ("scales: [a]\ncells: {a: {}}", "scales takes a mapping"),
-    ],
-)
-def test_a_mistake_in_a_study_is_one_line(text, message, study):
-    with pytest.raises(ValueError, match=message) as raised:
-        study(text)
-    assert "\n" not in str(raised.value)
 
 
 # real runs

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faults import no_file_larger_than
 from isoloco import rundir
 from isoloco.config import LogConfig, RunConfig, from_flat, identity, to_dict
 from isoloco.metrics import Metrics, record
@@ -202,16 +201,6 @@ def test_equal_runs_differ_only_in_fields_that_end_in_s(tmp_path):
     assert comparable(found[0]) == comparable(found[1])
     assert found[0] != found[1]
     assert [list(r) for r in found[0]] == [list(r) for r in found[1]]
-
-
-@contextmanager
-def no_file_larger_than(limit_bytes: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_is_full_for_a_while_ends_no_run_and_loses_no_record(tmp_path, capsys):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isoloco.config import ModelConfig, RunConfig
+from isoloco.config import ModelConfig, RunConfig, from_flat
 
 VOCAB = 64
 SEQ_LEN = 16
@@ -46,3 +46,13 @@ def config_file(name: str, directory: Path, **changes: Any) -> str:
 def run_config(name: str, directory: Path, **options: Any) -> RunConfig:
     """A config of a run of one of ``CONFIGS``; options as ``RunConfig`` takes them."""
     return RunConfig(model=ModelConfig(config=config_file(name, directory), seq_len=SEQ_LEN), **options)
+
+
+def short_run(out_dir: Path, data: Path, network: str, **dotted: Any) -> RunConfig:
+    """The config of a run of a second or two, saved after every round; other options with __ for the dot."""
+    values = {
+        "out_dir": str(out_dir), "data.path": str(data), "model.config": network, "model.seq_len": SEQ_LEN,
+        "workers": 2, "sync_every": 2, "global_batch_size": 4, "budget.steps": 8, "compute.threads": 1,
+        "eval.every_rounds": 1, "eval.tokens": 64, "checkpoint.every_rounds": 1, "log.every_steps": 1,
+    }  # fmt: skip
+    return from_flat(values | {key.replace("__", "."): value for key, value in dotted.items()})
