@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
+import json
 import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,33 +59,43 @@ def assemble(path: Path, megabytes: float) -> int:
     raise AssertionError("the corpus is empty")
 
 
+# A process's ru_maxrss begins with that of the process it was forked from: this small one stands between.
+LAUNCH = """
+import json, os, sys, time
+started = time.perf_counter()
+child = os.posix_spawn(sys.executable, [sys.executable, "-m", *sys.argv[1:]], os.environ,
+                       file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)])
+_, status, used = os.wait4(child, 0)
+taken = {"cpu_s": used.ru_utime + used.ru_stime, "wall_s": time.perf_counter() - started, "peak": used.ru_maxrss}
+print(json.dumps(taken))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def in_own_process(argv: Sequence[str]) -> dict[str, float]:
     """CPU seconds of a process, its threads and children, its wall seconds and peak resident bytes."""
-    started = time.perf_counter()
-    root = Path(__file__).parents[1]
-    child = subprocess.Popen([sys.executable, "-m", *argv], stdout=subprocess.DEVNULL, cwd=root)
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if status:
+    launch = [sys.executable, "-c", LAUNCH, *argv]
+    done = subprocess.run(launch, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], check=False)
+    if done.returncode:
         raise OSError(f"python -m {' '.join(argv)} failed")
-    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"cpu_s": usage.ru_utime + usage.ru_stime, "wall_s": time.perf_counter() - started, "peak": peak}
+    used: dict[str, float] = json.loads(done.stdout)
+    return {**used, "peak": used["peak"] * (1 if sys.platform == "darwin" else 1024)}
 
 
 def run(megabytes: float, *, toy: bool) -> tuple[list[dict[str, Any]], list[Bar]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        text, tokenizer, data, flat = place / "text.txt", place / "tokenizer", place / "data", place / "flat.bin"
+        text, tokenizer, data, flat = place / "text.txt", place / "tokenizer.json", place / "data", place / "flat.bin"
         size = assemble(text, megabytes)
-        train_bpe(documents(), TOY_VOCABULARY if toy else VOCABULARY).save(tokenizer)
+        train_bpe(documents(), TOY_VOCABULARY if toy else VOCABULARY).backend.save(str(tokenizer))
         for program in ("prepare", "pool"):
             if program == "prepare":
                 ours = ["--tokenizer", str(tokenizer), "--out", str(data), "--valid-tokens", "0", "--test-tokens", "0"]
                 used = in_own_process(["isoloco", "prepare", str(text), *ours])
                 tokens = open_data(data).tokens("train")
             else:
-                theirs = [str(text), str(tokenizer / "tokenizer.json"), str(flat)]
+                theirs = [str(text), str(tokenizer), str(flat)]
                 used = in_own_process(["benchmarks.document_pool", *theirs])
                 tokens = flat.stat().st_size // 2
             rows.append({
