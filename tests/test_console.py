@@ -27,8 +27,8 @@ def shown(t: Tracker, run_dir: RunDir) -> None:
     t.header([("parameters", "1.3 M")], {"workers": "command line", "sync_every": "recipe quickstart"})
     play(t)
     t.finish(
-        {"wall_s": 125.0}, files=[("model", run_dir.path / "model")], sample="Fellow \x1b[31m[red]citizens\u2713",
-        next_commands=["isoloco evaluate [x]"],
+        {"wall_s": 125.0}, files=[("model", run_dir.path / "model")], next_commands=["isoloco evaluate [x]"],
+        sample="Fellow \x1b[31m[red]citizens\u2713\n\n \n\nof the Senate",
     )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def test_without_a_terminal_there_are_plain_lines_only(tmp_path, monkeypatch, no
         shown(t, run_dir)
     text = out.getvalue()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text), "a control code"
+    assert re.search(r"citizens\u2713\n *\n  of the Senate\n", text), "one blank line of several"
     for part in (
         "parameters", "command line", "workers 2", "sync_every 5", "ETA",
         " 70%  round 3/4  step 3/5 of worker 2/2  loss",
@@ -111,7 +112,8 @@ def test_quiet_prints_nothing_and_writes_everything(tmp_path, capsys):
     with tracker(run_dir, config(run_dir.path), quiet=True) as t:
         shown(t, run_dir)
     assert capsys.readouterr() == ("", "")
-    assert {p.name for p in run_dir.path.iterdir()} == {"run.json", "metrics.jsonl", "overview.png"}
+    held = {"run.lock"}  # by this process, which has made the directory
+    assert {p.name for p in run_dir.path.iterdir()} == {"run.json", "metrics.jsonl", "overview.png"} | held
 
 
 def test_numbers_that_are_not_finite_are_told_and_do_not_spoil_the_best(tmp_path, capsys, no_picture):

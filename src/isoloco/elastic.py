@@ -24,7 +24,7 @@ from .presets import METHODS
 from .quorum import check_torchft
 from .rundir import RunDir
 from .tracking import Tracker
-from .train import TrainResult, _Run, _train
+from .train import Run, TrainResult, start
 
 
 class Alone(Comm):
@@ -53,7 +53,7 @@ def train_elastic(
     check(config, worker)
     place = Path(config.out_dir or f"runs/{config.name}") / f"worker-{worker}"
     settings: dict[str, Any] = {"quiet": True, "stop": lambda: False, "observe": None, "command": None} | launch
-    return _train(
+    return start(
         replace(config, out_dir=str(place)), Alone(worker), sources=sources or {}, resume="auto", previous=False,
         run=ElasticRun, lighthouse=lighthouse, **settings,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def check(config: RunConfig, worker: int) -> None:
             raise ValueError(f"{key}: --elastic has no {value}; leave it at {str(only).lower()}")
 
 
-class ElasticRun(_Run):
+class ElasticRun(Run):
     """A run whose rounds are elastic ones; whoever is the lowest worker evaluates, and leaves the model."""
 
     def __init__(self, prepared: Any, *args: Any, lighthouse: str, **launch: Any) -> None:

@@ -19,7 +19,7 @@ from .simulate import load_anchor
 from .tracking import Tracker, read_metrics
 
 if TYPE_CHECKING:
-    from .train import _Run
+    from .train import Run
 
 BEST = "best"
 
@@ -49,7 +49,7 @@ class Best:
         return better
 
 
-def export_best(run: _Run, loss: float) -> Callable[[], object]:
+def export_best(run: Run, loss: float) -> Callable[[], object]:
     """What writes the anchor as it is now into RUN/best; called beside the training, before the anchor moves."""
     anchor, facts = dict(run.state.anchor), _facts(run, loss)
     card = model_card(run.config, tokens=facts["tokens"], loss=loss)
@@ -57,7 +57,7 @@ def export_best(run: _Run, loss: float) -> Callable[[], object]:
     return lambda: models.export(run.model, anchor, target, tokenizer_dir=tokenizer_dir, card=card, facts=facts)
 
 
-def leave_model(run: _Run, tracker: Tracker) -> None:
+def leave_model(run: Run, tracker: Tracker) -> None:
     """The last anchor as a model, the summary, and what a person wants to see at the end."""
     config, state, run_dir, data = run.config, run.state, run.run_dir, run.data[0]
     evaluated = [r for r in read_metrics(run_dir.path) if r["kind"] == "eval"]
@@ -97,7 +97,7 @@ def leave_model(run: _Run, tracker: Tracker) -> None:
     tracker.finish(summary, files=files, sample=text, next_commands=following)
 
 
-def _facts(run: _Run, loss: float) -> dict[str, Any]:
+def _facts(run: Run, loss: float) -> dict[str, Any]:
     step = run.anchor_step
     told = loss if math.isfinite(loss) else None
     return {"step": step, "tokens": step * run.recorder.step_tokens, "split": run.config.eval.split, "loss": told}

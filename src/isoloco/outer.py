@@ -83,12 +83,10 @@ class OuterOptimizer(torch.optim.Optimizer):
         ValueError where it is another optimizer's state, or names a transform by import path that this one does not
         have: what is loaded runs no code.
         """
-        mine = {group["transform"] for group in self.param_groups}
+        kind, mine = self.defaults["optimizer"], {group["transform"] for group in self.param_groups}
         for group in state_dict["param_groups"]:
-            if group.get("optimizer") != self.defaults["optimizer"] or "transform" not in group:
-                raise ValueError(
-                    f"the state is not that of an OuterOptimizer with optimizer {self.defaults['optimizer']!r}"
-                )
+            if group.get("optimizer") != kind or "transform" not in group:
+                raise ValueError(f"the state is not that of an OuterOptimizer with optimizer {kind!r}")
             if ":" in (name := group["transform"]) and name not in mine:
                 raise ValueError(f"the state names the transform {name!r}: build the optimizer with it, then load")
         super().load_state_dict(state_dict)
