@@ -171,7 +171,9 @@ class Tracker:
         self.screen.table(f"Run {self.run_dir.manifest['state']}", _final_rows(figures))
         self.screen.listing("Files", [(label, console.relative(path)) for label, path in files])
         self.screen.listing("Next", [("", command) for command in next_commands])
-        self.screen.listing("Sample", [("", line) for line in (sample or "").strip().splitlines()])
+        lines = (sample or "").strip().splitlines()
+        shown = [line for line, before in zip(lines, ["", *lines], strict=False) if line.strip() or before.strip()]
+        self.screen.listing("Sample", [("", line) for line in shown])  # of several blank lines, one
 
     def hear(self, told: list[tuple[str, dict[str, Any]]]) -> None:
         """Records of another process (see `Follower`)."""
