@@ -266,6 +266,22 @@ def test_a_claim_says_who_and_an_old_one_is_taken_over(study):
             claim.release()
 
 
+def test_threads_are_the_recipes_or_else_a_share_of_the_machines(study, pretend, monkeypatch):
+    board = study("seeds: [1]\ncells: {a: {method: diloco}, b: {method: diloco, compute.threads: 3}}")
+    monkeypatch.setattr(studies.os, "cpu_count", lambda: 8)
+    pretend(lambda options: 1.0)
+    given: list[tuple[str, str]] = []
+    process = studies.subprocess.Popen
+
+    def starting(argv: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        given.append((next(w for w in argv if w.startswith("--compute.threads=")), env["OMP_NUM_THREADS"]))
+        return process(argv, env=env, **options)
+
+    monkeypatch.setattr(studies.subprocess, "Popen", starting)
+    assert run_study(board, jobs=2, say=lambda text: None)
+    assert sorted(given) == [("--compute.threads=3", "3"), ("--compute.threads=4", "4")]
+
+
 def test_each_run_has_devices_of_its_own(study, pretend, monkeypatch):
     board = study("seeds: [1, 2, 3, 4]\ncells: {a: {method: diloco}}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")

@@ -38,11 +38,13 @@ def run_study(
 ) -> bool:
     """Run what is left, ``jobs`` at a time; several processes may do so at once. False if a run failed for good.
 
-    With ``devices_per_run`` each run has so many GPUs of its own. ``watch`` is called about once a second. When this
-    process is interrupted its runs save themselves; when it is killed they go on, and keep their claims.
+    Each run has the CPU threads that its recipe says, or else ``threads``, by default its share of the machine's. With
+    ``devices_per_run`` each has so many GPUs of its own. ``watch`` is called about once a second. When this process is
+    interrupted its runs save themselves; when it is killed they go on, and keep their claims.
     """
     board.root.mkdir(parents=True, exist_ok=True)
-    threads = threads or max(1, (os.cpu_count() or 1) // jobs)
+    share = threads or max(1, (os.cpu_count() or 1) // jobs)
+    threads_of = {cell.name: board.study.config(cell).compute.threads or share for cell in board.study.cells}
     devices = _shares(jobs, devices_per_run) if devices_per_run else [[]] * jobs
     active: dict[str, Active] = {}
     try:
@@ -66,7 +68,7 @@ def run_study(
                         claim.release()
                         continue
                     slot = min(set(range(jobs)) - {one.slot for one in active.values()})
-                    process = _start(board, run, threads, claim.handles, devices[slot])
+                    process = _start(board, run, threads_of[run.cell], claim.handles, devices[slot])
                     claim.beat(pid=process.pid)
                     active[run.key] = Active(run, process, claim, slot)
                     say(f"{run.cell} {run.kind} seed {run.seed}: {_told(board, run)}")
