@@ -49,7 +49,7 @@ def build(
 
     hf_config = model_config(config, vocab_size=vocab_size, eos_id=eos_id)
     # The attention is transformers' own choice: sdpa where the architecture has it, else eager.
-    with torch.random.fork_rng(devices=[]), _quiet_transformers(), _one_line(config):
+    with torch.random.fork_rng(devices=[]), quiet_transformers(), _one_line(config):
         torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would touch the GPUs' generators too
         if config.model.init_from is None:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
@@ -207,7 +207,7 @@ def _settle_attention(model: PreTrainedModel, seq_len: int) -> None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No bars and reports from transformers inside: we say what matters. The user's choice is put back."""
     from transformers.utils import logging
 
@@ -226,7 +226,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     """The network without its weights: names and shapes on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with _quiet_transformers(), _one_line(config), torch.device("meta"):
+    with quiet_transformers(), _one_line(config), torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config(config, vocab_size=vocab_size), dtype=torch.float32)
 
 
@@ -334,7 +334,7 @@ def export(
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         # aliases of a tied weight share one tensor, so that it is saved once; what is not trained is in no anchor
         state[alias] = anchor.get(names[parameter], parameter).detach()
-    with _quiet_transformers():
+    with quiet_transformers():
         model.save_pretrained(partial, state_dict=state)
     for settings in (partial / "config.json", partial / "generation_config.json"):
         if settings.is_file():  # in the files alone: the model may be in training meanwhile, without a cache

@@ -146,13 +146,13 @@ def _meta_model(config: Mapping[str, Any]) -> Any:
     """The network without its weights; None where it is none of transformers' own."""
     import transformers
 
-    from ..model import _quiet_transformers
+    from ..model import quiet_transformers
 
     kind = getattr(transformers, next(iter(config.get("architectures") or []), ""), None)
     model_type = str(config.get("model_type"))
     if kind is None or model_type not in transformers.CONFIG_MAPPING or "auto_map" in config:
         return None
-    with _quiet_transformers(), torch.device("meta"):
+    with quiet_transformers(), torch.device("meta"):
         settings = transformers.CONFIG_MAPPING[model_type]
         return kind(settings(**{key: value for key, value in config.items() if key != "model_type"}))
 
