@@ -29,6 +29,9 @@ def enter(module: str, argv: Sequence[str]) -> int | None:
     """Run the module once more inside a namespace, where it is not there yet; its exit code, or None inside."""
     if INSIDE in argv:
         return None
+    if not available():
+        print("this machine allows no network namespaces to ordinary users: nothing measured", file=sys.stderr)
+        return 2
     command = ["unshare", "-Urnm", "--kill-child", sys.executable, "-m", module, *argv, INSIDE]
     return subprocess.run(command, check=False).returncode
 

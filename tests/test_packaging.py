@@ -2,6 +2,7 @@
 
 import email
 import importlib.metadata
+import inspect
 import os
 import re
 import shutil
@@ -61,9 +62,19 @@ def test_importing_isoloco_and_its_command_imports_nothing_heavy():
     assert run_python("-c", code).stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_is_there_typed_and_documented():
     for name in isoloco.__all__:
-        assert getattr(isoloco, name) is not None
+        what = getattr(isoloco, name)
+        if isinstance(what, str):
+            continue
+        assert inspect.getdoc(what), name
+        own = [f for key, f in vars(what).items() if key == "__init__" or not key.startswith("_")]
+        for function in [what] if inspect.isfunction(what) else filter(inspect.isfunction, own):
+            assert function.__doc__ or function.__name__ == "__init__", function.__qualname__
+            signature = inspect.signature(function)
+            assert signature.return_annotation is not signature.empty, function.__qualname__
+            given = (p for p in signature.parameters.values() if p.name != "self")
+            assert all(p.annotation is not p.empty for p in given), function.__qualname__
 
 
 @pytest.mark.skipif(not hasattr(os, "wait4"), reason="needs os.wait4 to count a child's CPU seconds")

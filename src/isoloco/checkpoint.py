@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .comm import Comm
-from .files import digest, seal
+from .files import digest, seal, to_disk
 from .round import RoundState
 from .saved import (
     FORMAT,
@@ -210,7 +210,7 @@ class _Writing:
         for path in _files(self.directory / file):
             name = path.relative_to(self.directory).as_posix()
             self.manifest["files"][name] = {"bytes": path.stat().st_size, "blake2b": digest(path), "version": version}
-            _to_disk(path)
+            to_disk(path)
 
     def report(self, *, failed: str | None = None) -> None:
         """What this process has written, for process 0. Through files: the writer's thread may not use the network."""
@@ -245,11 +245,11 @@ class _Writing:
             self._collect()
         path = self.directory / MANIFEST
         path.write_text(json.dumps(seal(self.manifest)), "utf-8")
-        _to_disk(path)
+        to_disk(path)
         for folder in {p.parent for p in _files(self.directory)}:
-            _to_disk(folder)
+            to_disk(folder)
         os.rename(self.directory, self.target)
-        _to_disk(self.target.parent)
+        to_disk(self.target.parent)
 
 
 def _reason(error: OSError | SafetensorError) -> str:
@@ -275,12 +275,3 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
     elif path.is_dir():
         yield from (p for p in sorted(path.rglob("*")) if p.is_file())
-
-
-def _to_disk(path: Path) -> None:
-    """fsync of a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

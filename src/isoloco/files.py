@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,14 @@ def check_weights(directory: Path, where: str) -> None:
         check_inside(directory / name, directory)
     if (directory / "adapter_config.json").exists():
         raise ValueError(f"{where}: holds an adapter (adapter_config.json); merge it into the model first")
+
+
+def to_disk(path: Path) -> None:
+    """Make a file durable, or the names in a directory, where the system can."""
+    if path.is_dir() and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
