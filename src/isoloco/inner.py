@@ -148,7 +148,8 @@ class InnerOptimizer:
         Gradients whose norm is not finite stay as they are: scaled, they would all be NaN, and none could be named.
         """
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._params if p.grad is not None])
-        if max_norm > 0 and norm.isfinite():
+        # Below the limit, rounding allowed for, every gradient would be multiplied by one.
+        if max_norm > 0 and 0.9999 * max_norm - 1e-6 < float(norm) < math.inf:
             torch.nn.utils.clip_grads_with_norm_(self._params, max_norm, norm)
         return norm
 
