@@ -3,7 +3,7 @@
     python -m benchmarks.options [--toy] [--out DIR]
 
 W = 2 workers, 8 sequences of 128 a step, one thread where nothing else is said; one option at a time against the plain
-run above it, each in a process of its own. A round of one step warms up, then a round of four is measured: a step is
+run above it, each in a process of its own. A round of one step warms up, then a round of three is measured: a step is
 the median, a turn is what a worker's turn has beside its steps (its state taken and put, the anchor copied, the delta
 added), in wall seconds. Times faster are of CPU seconds; for two threads of wall seconds, which want a machine that
 does nothing else. The loss kernels run over 32000 vocabulary entries.
@@ -39,7 +39,7 @@ from isoloco.outline import prepare_run
 from isoloco.shelf import make_shelf
 from isoloco.simulate import build_round
 
-WORKERS, BATCH, SEQ_LEN, STEPS = 2, 8, 128, 4
+WORKERS, BATCH, SEQ_LEN, STEPS = 2, 8, 128, 3
 SMALL, LARGE = 2048, 32000  # vocabularies
 # name of the row: options of compute, and what is not one
 VARIANTS: dict[str, dict[str, Any]] = {
