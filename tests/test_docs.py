@@ -172,7 +172,8 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif rest[0] == "-m":
         module = rest[1].replace(".", "/")
         if not rest[1].startswith(("timeit", "venv", "build", "torch")):
-            assert any((ROOT / base / f"{module}.py").exists() for base in ("", "src")), module
+            files = (f"{base}/{module}{end}" for base in (".", "src") for end in (".py", "/__main__.py"))
+            assert any((ROOT / file).exists() for file in files), module
     else:
         files = [word for word in rest if word.endswith(".py")]
         assert [name for name in files if not name.startswith(("train", "/")) and not (ROOT / name).exists()] == []
