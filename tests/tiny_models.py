@@ -48,7 +48,7 @@ def run_config(name: str, directory: Path, **options: Any) -> RunConfig:
     return RunConfig(model=ModelConfig(config=config_file(name, directory), seq_len=SEQ_LEN), **options)
 
 
-def short_run(out_dir: Path, data: Path, network: str, **dotted: Any) -> RunConfig:
+def short_run(out_dir: Path, data: Path, network: str, /, **dotted: Any) -> RunConfig:
     """The config of a run of a second or two, saved after every round; other options with __ for the dot."""
     values = {
         "out_dir": str(out_dir), "data.path": str(data), "model.config": network, "model.seq_len": SEQ_LEN,
