@@ -72,7 +72,7 @@ def test_killed_five_times_shared_and_with_stale_claims(tiny):
         process.kill()  # without a word: its runs go on alone, and keep their claims
         process.wait()
     both = [start(), start()]
-    assert [process.wait(timeout=200) for process in both] == [0, 0]
+    assert [process.wait(timeout=400) for process in both] == [0, 0]
     wanted = {run.key for _, run, _ in board.everything()}
     assert len(wanted) == 2 + 3  # the best of two trials is the first seed's report
     assert finished(board) == dict.fromkeys(wanted, 1)
@@ -89,7 +89,7 @@ def test_a_study_that_is_told_to_stop_saves_its_runs_and_goes_on(tiny):
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=200) == 130
     assert board.manifest(run)["state"] == "stopped"
     assert board.can_go_on(run)
     assert standings(board)[0].running == []
@@ -105,7 +105,7 @@ def test_what_fails_is_told_and_the_study_goes_on(tiny):
     )
     config = json.loads(next(Path().glob("*.json")).read_text("utf-8"))
     Path("huge.json").write_text(json.dumps({**config, "hidden_size": 2**20, "intermediate_size": 2**24}))
-    assert start("--jobs", "2").wait(timeout=200) == 1
+    assert start("--jobs", "2").wait(timeout=400) == 1
     found = {cell.cell: cell for cell in standings(board)}
     assert [found[name].done for name in ("nan", "refused", "memory", "fine")] == [0, 0, 0, 1]
     told = {name: found[name].failed[0][1] for name in ("nan", "refused", "memory")}
@@ -115,6 +115,6 @@ def test_what_fails_is_told_and_the_study_goes_on(tiny):
     lines = status(board, "isoloco study run try.yaml")
     assert all(any(line in each for each in lines) for line in told.values())
     assert lines[-1].endswith("isoloco study run try.yaml --retry")
-    assert start().wait(timeout=60) == 1  # what failed twice is not tried again by itself
+    assert start().wait(timeout=200) == 1  # what failed twice is not tried again by itself
     assert board.forgive() == 6
     assert not any(cell.failed for cell in standings(board))

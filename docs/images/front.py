@@ -1,11 +1,11 @@
 """The picture of the README: python docs/images/front.py draws front.png from curves.csv and spectra.csv beside it.
 
-curves.csv is an extract of the runs behind docs/results/quickstart.csv (three seeds, tuned), spectra.csv of one
+curves.csv is an extract of the runs behind docs/results/mini_table1.csv (three seeds, tuned), spectra.csv of one
 quickstart run. They were written by
 
-    isoloco study run quickstart
+    isoloco study run mini_table1
     isoloco train quickstart --budget.tokens 200000 --eval.every_rounds 0 --out_dir runs/spectra
-    python docs/images/front.py studies/quickstart runs/spectra
+    python docs/images/front.py studies/mini_table1 runs/spectra
 """
 
 import csv
@@ -42,7 +42,7 @@ def records(run, kind):
 def extract(study, run):
     """Write curves.csv and spectra.csv anew."""
     curves = []
-    for row in read("../results/quickstart.csv"):
+    for row in read("../results/mini_table1.csv"):
         if row["kind"] == "report":
             path = study / "runs" / row["run"]
             for kind, key in (("round", "train_loss"), ("eval", "loss")):

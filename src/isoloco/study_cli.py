@@ -13,14 +13,14 @@ from typing import Any
 DESCRIPTION = """Run the runs behind a table or figure, and make it. What is done is not done again: stop and
 start it as you like, by several processes at once, on several machines with one file system.
 
-run      run what is left                         status   what is done, runs, failed, and what to do
+run      run what is left, then report            status   what is done, runs, failed, and what to do
 rows     write one row for each run that is done  report   tables, pictures and a page, from the rows"""
 EXAMPLES = (
     "run quickstart --jobs 2",
     "run table2 --scale 178m --jobs 8 --devices-per-run 1",
     "status table2 --scale 178m",
     "report quickstart --out reports/quickstart",
-    "report quickstart --csv docs/results/quickstart.csv --format latex",
+    "report mini_table1 --csv docs/results/mini_table1.csv --format latex",
 )
 
 
@@ -52,7 +52,7 @@ def study_command(argv: list[str], parser: argparse.ArgumentParser) -> int:
     words += [*(["--root", args.root] if args.root != "studies" else [])]
     command = shlex.join(["isoloco", "study", "run", *words])
     if args.action == "run":
-        return _run(board, args, rows)
+        return _run(board, args, rows, command)
     if args.action == "rows":
         print(f"wrote {board.write_rows(rows)}")
         return 0
@@ -66,7 +66,7 @@ def study_command(argv: list[str], parser: argparse.ArgumentParser) -> int:
     return _report(board, args, rows, command)
 
 
-def _run(board: Any, args: argparse.Namespace, rows: Path) -> int:
+def _run(board: Any, args: argparse.Namespace, rows: Path, command: str) -> int:
     from .study import run_study
     from .study_view import headline, panel, standings
 
@@ -85,7 +85,16 @@ def _run(board: Any, args: argparse.Namespace, rows: Path) -> int:
     else:
         done = run_study(board, say=lambda line: print(line, flush=True), **options)
     print(headline(standings(board)))
-    return 0 if done else 1
+    if not done:
+        return 1
+    from .report import RENDER, read_rows, tables_of
+    from .report_html import write_report
+
+    found = read_rows(board.write_rows(rows))
+    write_report(board, found, board.root / "report", bandwidth=args.bandwidth, command=command)
+    print("", *map(RENDER["markdown"], tables_of(board.study, found)), "", sep="\n")
+    print(f"tables, pictures and a page with both: {board.root / 'report' / 'index.html'}")
+    return 0
 
 
 def _stop(number: int, frame: Any) -> None:
