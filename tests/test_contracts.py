@@ -139,7 +139,7 @@ OUTER_STEPS: dict[str, dict[str, Any]] = {
     "adamw": {"outer__optimizer": "adamw", "outer__lr": 0.1},
     "int8": {"comm__wire": "int8"},
     "bfloat16": {"comm__wire": "bfloat16"},
-    "after": {"transform__at": "update"},
+    "after": {"transform__name": "iso_c", "transform__at": "update", "outer__momentum": 0.9},
     "heavy ball": {"outer__momentum": 0.9, "outer__nesterov": False},
     "muon": {"inner__optimizer": "muon"},
 }
