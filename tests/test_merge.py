@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -346,7 +345,7 @@ def test_an_interrupted_merge_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
 
     def interrupt(done: int, total: int, name: str) -> None:
         if done > total / 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     request = Request(base=command[0], experts=command[1:4], shard_bytes=1000)
     with pytest.raises(KeyboardInterrupt):
