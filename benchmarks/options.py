@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "vocabulary 32000, compute.loss_kernel plain": {"vocabulary": LARGE, "loss_kernel": "plain"},
     "vocabulary 32000, compute.loss_kernel chunked": {"vocabulary": LARGE, "loss_kernel": "chunked"},
 }
-TOY_VARIANTS = ("plain", "compute.worker_state disk", *list(VARIANTS)[-2:])
+TOY_VARIANTS = ("plain", *list(VARIANTS)[-2:])
 
 
 def member(options: dict[str, Any], *, preset: str) -> dict[str, float]:

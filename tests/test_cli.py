@@ -348,7 +348,7 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same_bytes(tmp_path):
     rng = np.random.default_rng(0)
     words = np.array([f"word{i}" for i in range(5000)])
     with (tmp_path / "big.txt").open("w") as file:
-        for i in range(8000):
+        for i in range(4000):
             file.write(f"{i} " + " ".join(rng.choice(words, 400)) + "\n<|endoftext|>\n")
     (tmp_path / "small.txt").write_text(
         "\n<|endoftext|>\n".join(f"{i} " + " ".join(words[i : i + 9]) for i in range(3000))
