@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -34,7 +35,8 @@ def study_command(argv: list[str], parser: argparse.ArgumentParser) -> int:
     add("--root", default="studies", help="directory of the studies' runs (%(default)s)")
     add("--csv", help="file of the rows (ROOT/STUDY/rows.csv)")
     run = parser.add_argument_group("run")
-    run.add_argument("--jobs", type=_whole, default=1, help="runs at a time; they divide the CPU threads (%(default)s)")
+    told = "runs at a time; they divide the CPU threads (1, or what the cores hold where a recipe says its threads)"
+    run.add_argument("--jobs", type=_whole, help=told)
     run.add_argument("--devices-per-run", type=_whole, default=0, metavar="N", help="GPUs of its own for each run")
     run.add_argument("--retry", action="store_true", help="try again what has failed twice")
     report = parser.add_argument_group("report")
@@ -73,7 +75,8 @@ def _run(board: Any, args: argparse.Namespace, rows: Path, command: str) -> int:
     if args.retry:
         print(f"{board.forgive()} failed attempts are put aside")
     signal.signal(signal.SIGTERM, _stop)
-    options: dict[str, Any] = {"jobs": args.jobs, "devices_per_run": args.devices_per_run, "rows": rows}
+    jobs = args.jobs or _fitting(board, args.devices_per_run)
+    options: dict[str, Any] = {"jobs": jobs, "devices_per_run": args.devices_per_run, "rows": rows}
     if sys.stdout.isatty():
         from rich.live import Live
 
@@ -95,6 +98,12 @@ def _run(board: Any, args: argparse.Namespace, rows: Path, command: str) -> int:
     print("", *map(RENDER["markdown"], tables_of(board.study, found)), "", sep="\n")
     print(f"tables, pictures and a page with both: {board.root / 'report' / 'index.html'}")
     return 0
+
+
+def _fitting(board: Any, devices_per_run: int) -> int:
+    """Runs that fit the cores, 8 at most (they may share a GPU); one where each takes all cores, or GPUs."""
+    threads = [board.study.config(cell).compute.threads for cell in board.study.cells]
+    return 1 if devices_per_run or not all(threads) else min(8, max(1, (os.cpu_count() or 1) // max(threads)))
 
 
 def _stop(number: int, frame: Any) -> None:
