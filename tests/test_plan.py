@@ -22,6 +22,8 @@ from isoloco.plan import (
     header_rows,
     make_plan,
     peak_flops,
+    place_of,
+    place_states,
     resolve_hardware,
 )
 from isoloco.simulate import build_round
@@ -179,12 +181,45 @@ def test_resolving_makes_every_choice_and_changes_nothing_twice(make):
         ("cuda", "bf16-mixed") if torch.cuda.is_available() else ("cpu", "32-true")
     )
     assert config.compute.loss_kernel == "plain"
-    assert config.compute.worker_state == "device"
+    assert config.compute.worker_state == "auto"  # until there are figures
     assert config.transform.options is not None
     assert config.transform.options["polar"] != "auto"
     assert resolve_hardware(config, vocab_size=VOCAB) == config
     assert resolve_hardware(make(method="dp")).transform.options is None
     assert make().compute.device == "auto"  # the config that was given is left alone
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("here", "away", "device", "host", "place"),
+    [
+        (10 * GB, 2 * GB, 24 * GB, None, "device"),
+        (21 * GB, 2 * GB, 24 * GB, None, "disk"),  # there has to be room for more than is predicted
+        (552 * GB, 31 * GB, 141 * GB, 1000 * GB, "host"),
+        (552 * GB, 31 * GB, 141 * GB, 512 * GB, "disk"),
+        (100 * GB, 31 * GB, 141 * GB, 64 * GB, "device"),
+    ],
+)
+def test_states_wait_in_the_first_place_that_holds_them(here, away, device, host, place):
+    assert place_of(here, away, device_bytes=device, host_bytes=host) == place
+
+
+@pytest.mark.parametrize("where", ["device", "disk"])
+def test_auto_becomes_the_place_and_the_header_says_so(make, monkeypatch, where):
+    model = meta_model(make(), VOCAB)
+    config = resolve_hardware(make(workers=8), vocab_size=VOCAB)
+    plan = make_plan(config, model, steps=6, train_tokens=10_000)
+    monkeypatch.setattr(
+        "isoloco.plan._memory_bytes", lambda _: (plan.memory_bytes * (2 if where == "device" else 1), None)
+    )
+    placed, figures = place_states(config, plan, model, train_tokens=10_000)
+    assert placed.compute.worker_state == where
+    assert (figures.memory_bytes < plan.memory_bytes) == (where == "disk")
+    told = dict(header_rows(placed, figures, data_path="data"))["memory"]
+    assert told.endswith("; 7 workers' states wait on disk") == (where == "disk")
+    assert place_states(placed, figures, model, train_tokens=10_000) == (placed, figures)
 
 
 @pytest.mark.parametrize(

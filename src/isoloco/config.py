@@ -184,7 +184,7 @@ class ComputeConfig:
     activation_checkpointing: bool = nothing(False)
     """Recompute activations in the backward pass: less memory, more time."""
     worker_state: Literal["auto", "device", "host", "disk"] = nothing("auto")
-    """Where the optimizer state of a worker waits for its turn."""
+    """Where a worker's optimizer state waits for its turn; auto: the device, or where it does not fit host or disk."""
     processes_per_worker: int = nothing(1)
     """Processes that average gradients every step and are one worker together."""
 

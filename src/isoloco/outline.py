@@ -17,7 +17,7 @@ from .config import RunConfig, flat, identity
 from .data.feed import checksum, is_ready, open_run_data, vocabulary
 from .data.shards import Data
 from .data.tokenizer import bpe_size
-from .plan import Plan, budget_steps, check_data, make_plan, resolve_hardware
+from .plan import Plan, budget_steps, check_data, make_plan, place_states, resolve_hardware
 from .roles import roles, transposed
 from .simulate import build_outer
 from .tracking import check_extras
@@ -121,4 +121,6 @@ def _lay_out(config: RunConfig, vocab: int, *, train_tokens: int) -> tuple[RunCo
         trainable = {name: p for name, p in meta.named_parameters() if p.requires_grad}
         build_outer(trainable, config=config, roles=roles(meta), transposed=transposed(meta))
     steps = budget_steps(config, sum(p.numel() for p in meta.parameters()))
-    return config, meta, make_plan(config, meta, steps=steps, train_tokens=train_tokens)
+    plan = make_plan(config, meta, steps=steps, train_tokens=train_tokens)
+    config, plan = place_states(config, plan, meta, train_tokens=train_tokens)
+    return config, meta, plan

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .codec import WIRE_BYTES
+from .comm import processes
 from .config import RunConfig
 from .console import size
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from .data.shards import Data
     from .round import Round
 
+ROOM = 0.85  # of a memory, for what a run may be predicted to take
 # dense bf16 FLOP/s of known accelerators (vendors' data sheets), for model FLOP utilisation
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
 
@@ -47,7 +50,8 @@ class Plan:
 def resolve_hardware(config: RunConfig, *, vocab_size: int | None = None) -> RunConfig:
     """Static choices by hardware, written into the config: device, precision, loss kernel, polar method, state's place.
 
-    The loss kernel waits until the vocabulary is known. Resolving a resolved config changes nothing.
+    The loss kernel waits until the vocabulary is known, the place of waiting states until there are figures
+    (`place_states`). Resolving a resolved config changes nothing.
 
     Raises:
         ValueError: a device that is not there; options that a rule does not take.
@@ -71,12 +75,14 @@ def resolve_hardware(config: RunConfig, *, vocab_size: int | None = None) -> Run
     precision = compute.precision
     if precision == "auto":
         precision = "bf16-mixed" if kind.type == "cuda" and torch.cuda.is_bf16_supported() else "32-true"
+    one_place = config.is_dp or config.workers == 1 or processes() > 1
     compute = replace(
         compute,
         device=device,
         precision=precision,
         threads=compute.threads or torch.get_num_threads(),
-        worker_state="device" if compute.worker_state == "auto" else compute.worker_state,
+        # of several processes each might choose its own
+        worker_state="device" if compute.worker_state == "auto" and one_place else compute.worker_state,
     )
     config = replace(config, compute=compute, transform=_resolve_transform(config, kind))
     if vocab_size is not None:
@@ -193,6 +199,48 @@ def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int) -
     )
 
 
+def place_states(config: RunConfig, plan: Plan, model: Any, *, train_tokens: int) -> tuple[RunConfig, Plan]:
+    """Write where waiting workers' states fit, where the config says auto: on the device, else host, else disk."""
+    if config.compute.worker_state != "auto":
+        return config, plan
+
+    def placed(where: str) -> tuple[RunConfig, Plan]:
+        moved = replace(config, compute=replace(config.compute, worker_state=where))
+        return moved, make_plan(moved, model, steps=plan.steps, train_tokens=train_tokens)
+
+    away = placed("disk")
+    device_bytes, host_bytes = _memory_bytes(config.compute.device)
+    where = place_of(plan.memory_bytes, away[1].memory_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
+    return away if where == "disk" else placed(where)
+
+
+def place_of(here: int, away: int, *, device_bytes: int, host_bytes: int | None) -> str:
+    """The first place that holds them and leaves room for what a plan cannot know: device, host, disk.
+
+    Args:
+        here: predicted bytes on the device with all states there.
+        away: predicted bytes there with all but one elsewhere.
+        device_bytes: memory of the device.
+        host_bytes: memory of the host, where that is another one.
+    """
+    if here <= ROOM * device_bytes:
+        return "device"
+    return "host" if host_bytes is not None and here - away <= ROOM * host_bytes else "disk"
+
+
+def _memory_bytes(device: str) -> tuple[int, int | None]:
+    """Memory of the device, and of the host where that is another one; without limit where nobody can tell."""
+    import torch
+
+    try:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        host = sys.maxsize
+    if torch.device(device).type == "cpu":
+        return host, None
+    return torch.cuda.get_device_properties(device).total_memory, host
+
+
 def _delta_copies(config: RunConfig) -> int:
     """Deltas held at once beyond the running sum: all of them for a joint rule, four channels for ties."""
     from .rules import bind_reduce
@@ -235,13 +283,18 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path | str) -> list
         ("budget", f"{plan.tokens:,} tokens, {rounds}"),
         ("data", str(read)),
         ("compute", f"{compute.device}, {compute.precision}, {compute.threads} of {os.cpu_count()} threads"),
-        ("memory", f"about {size(plan.memory_bytes)} predicted"),
+        ("memory", f"about {size(plan.memory_bytes)} predicted{_waiting(config)}"),
         ("checkpoint", f"{size(plan.checkpoint_bytes)} each"),
     ]
     if config.workers > 1:
         wire = f"{size(plan.round_bytes)} per worker and round in {config.comm.wire}{fewer}, were each worker a process"
         rows.insert(-1, ("wire", wire))
     return rows
+
+
+def _waiting(config: RunConfig) -> str:
+    where = {"host": "in host memory", "disk": "on disk"}.get(config.compute.worker_state)
+    return f"; {config.workers - 1} workers' states wait {where}" if where and config.workers > 1 else ""
 
 
 def training_rows(training: Round) -> list[tuple[str, str]]:
