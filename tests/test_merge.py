@@ -333,8 +333,12 @@ def test_a_tied_head_that_is_stored_too_is_merged_once(tmp_path: Path, capsys: p
         assert sorted(read(out)) == sorted(without)
 
 
-def test_an_interrupted_merge_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_merge_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     """Ended by a signal while it writes, then started again: the same bytes, and whole files are not written twice."""
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ignored))
     family(tmp_path, shards=2)
     command = [*(str(tmp_path / name) for name in ("base", "e0", "e1", "e2")), "--shard-size", "1000"]
     run(capsys, *command, "-o", tmp_path / "straight")
@@ -347,9 +351,9 @@ def test_an_interrupted_merge_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
         if done > total / 2:
             signal.raise_signal(signal.SIGINT)
 
-    request = Request(base=command[0], experts=command[1:4], shard_bytes=1000)
+    wanted = Request(base=command[0], experts=command[1:4], shard_bytes=1000)
     with pytest.raises(KeyboardInterrupt):
-        files.merge_files(plan.make_plan(request), tmp_path / "out", progress=interrupt)
+        files.merge_files(plan.make_plan(wanted), tmp_path / "out", progress=interrupt)
     there = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
     assert there
     growing = next(f"{file.name}.part" for file in (tmp_path / "straight").glob("m*rs") if file.name not in there)
@@ -361,7 +365,7 @@ def test_an_interrupted_merge_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     toy.assert_same(read(tmp_path / "out"), read(tmp_path / "straight"))
     # another recipe never goes on with these files
     with pytest.raises(KeyboardInterrupt):
-        files.merge_files(plan.make_plan(request), tmp_path / "other", progress=interrupt)
+        files.merge_files(plan.make_plan(wanted), tmp_path / "other", progress=interrupt)
     run(capsys, *command, "--scale", "0.5", "-o", tmp_path / "other")
     run(capsys, *command, "--scale", "0.5", "-o", tmp_path / "other2")
     toy.assert_same(read(tmp_path / "other"), read(tmp_path / "other2"))
