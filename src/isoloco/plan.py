@@ -204,14 +204,13 @@ def place_states(config: RunConfig, plan: Plan, model: Any, *, train_tokens: int
     if config.compute.worker_state != "auto":
         return config, plan
 
-    def placed(where: str) -> tuple[RunConfig, Plan]:
-        moved = replace(config, compute=replace(config.compute, worker_state=where))
-        return moved, make_plan(moved, model, steps=plan.steps, train_tokens=train_tokens)
+    def placed(where: str) -> RunConfig:
+        return replace(config, compute=replace(config.compute, worker_state=where))
 
-    away = placed("disk")
+    away = make_plan(placed("disk"), model, steps=plan.steps, train_tokens=train_tokens)
     device_bytes, host_bytes = _memory_bytes(config.compute.device)
-    where = place_of(plan.memory_bytes, away[1].memory_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
-    return away if where == "disk" else placed(where)
+    where = place_of(plan.memory_bytes, away.memory_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
+    return placed(where), away if where == "disk" else plan
 
 
 def place_of(here: int, away: int, *, device_bytes: int, host_bytes: int | None) -> str:

@@ -22,24 +22,25 @@ CHUNK_BYTES, CHUNKS_UNDER_WAY = 2**18, 4  # of what two processes send each othe
 T = TypeVar("T")
 
 
-def _within(meet: Callable[[], object], seconds: float) -> str:
-    """Why the processes did not meet; empty if they did.
+def _within(meet: Callable[[], object], seconds: float) -> None:
+    """Meet the others, or TimeoutError; what `meet` raises is raised.
 
     In a thread: with a stranger on the port, who accepts and says nothing, torch waits for ever, and hears no Ctrl-C.
     """
-    problem = ["nobody answered"]
+    ended: list[Exception | None] = [TimeoutError("nobody answered")]
 
     def run() -> None:
         try:
             meet()
-            problem[0] = ""
-        except Exception as error:
-            problem[0] = _first_line(error)
+            ended[0] = None
+        except Exception as error:  # raised below
+            ended[0] = error
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return problem[0]
+    if ended[0] is not None:
+        raise ended[0]
 
 
 class ProcessComm(Comm):
@@ -52,14 +53,16 @@ class ProcessComm(Comm):
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         self.rank, self.processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._ours = not dist.is_initialized()
-        # plain data always goes through gloo: a host need not wait for its device to talk
-        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-        problem = _within(lambda: dist.init_process_group(backend, timeout=wait), 2 * timeout_s) if self._ours else None
-        if problem:
+        try:
+            # plain data always goes through gloo: a host need not wait for its device to talk
+            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+            if self._ours:
+                _within(lambda: dist.init_process_group(backend, timeout=wait), 2 * timeout_s)
+        except (RuntimeError, ValueError, TimeoutError) as error:
             raise ValueError(
                 f"could not meet the other {self.processes - 1} processes at {place} within {timeout_s:g} s "
-                f"({problem}); are all started, with this address, and is the port free?"
-            )
+                f"({_first_line(error)}); are all started, with this address, and is the port free?"
+            ) from None
         self.islands = islands
         self.device = device
         members, rank = self.members, self.rank
