@@ -17,6 +17,7 @@ from isoloco.model import build, meta_model
 from isoloco.plan import (
     Plan,
     _activation_bytes,
+    _memory_bytes,
     budget_steps,
     check_data,
     header_rows,
@@ -204,6 +205,28 @@ GB = 10**9
 )
 def test_states_wait_in_the_first_place_that_holds_them(here, away, device, host, place):
     assert place_of(here, away, device_bytes=device, host_bytes=host) == place
+
+
+@pytest.mark.parametrize("method", ["isoloco", "tsv"])
+def test_a_process_is_told_the_memory_of_its_own_workers(make, method):
+    config = resolve_hardware(make(method=method, workers=8, compute__worker_state="device"), vocab_size=VOCAB)
+    model = meta_model(config, VOCAB)
+    plans = [make_plan(config, model, steps=6, train_tokens=10_000, hosted=n) for n in (1, 2, 4, None)]
+    assert [plan.hosted for plan in plans] == [1, 2, 4, 8]
+    one, two, four, all_8 = (plan.memory_bytes for plan in plans)
+    each = (8 if method == "isoloco" else 12) * plans[0].trainable  # two moments, and the delta of a joint rule
+    assert (two - one, four - two) == (each, 2 * each)
+    assert all_8 <= four + 4 * each
+    assert {plan.checkpoint_bytes for plan in plans} == {plans[0].checkpoint_bytes}
+    told = [dict(header_rows(config, plan, data_path="data"))["memory"] for plan in plans]
+    assert told[1].endswith(" predicted for each process, which trains 2")
+    assert told[3].endswith(" predicted")
+
+
+def test_processes_of_a_host_share_its_memory(monkeypatch):
+    alone, none = _memory_bytes("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (_memory_bytes("cpu"), none) == ((alone // 4, None), None)
 
 
 @pytest.mark.parametrize("where", ["device", "disk"])

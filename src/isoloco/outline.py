@@ -33,8 +33,11 @@ class Prepared:
     identity: str
 
 
-def prepare_run(config: RunConfig) -> Prepared:
+def prepare_run(config: RunConfig, *, hosted: int | None = None) -> Prepared:
     """Check and resolve a config: data found or prepared, hardware chosen, budget laid out. Builds no weights.
+
+    Args:
+        hosted: workers that this process trains, for its memory; all of them where it is not given.
 
     Raises:
         ValueError: one line that says what is wrong and what to do.
@@ -43,7 +46,8 @@ def prepare_run(config: RunConfig) -> Prepared:
     config = resolve_hardware(config)
     models.model_config(config, vocab_size=1)  # no network, no need to prepare its data, which may take hours
     data = open_run_data(config)
-    config, meta, plan = _lay_out(config, vocabulary(data), train_tokens=sum(d.tokens("train") for d in data))
+    train_tokens = sum(d.tokens("train") for d in data)
+    config, meta, plan = _lay_out(config, vocabulary(data), train_tokens=train_tokens, hosted=hosted)
     for each in data:
         each.check_vocab(meta.config.get_text_config().vocab_size)
         check_data(config, each, tokens=plan.tokens // len(data))
@@ -113,7 +117,9 @@ def outline_run(config: RunConfig) -> tuple[RunConfig, Plan, str]:
     return config, plan, f"{config.data.source}, prepared when a training starts"
 
 
-def _lay_out(config: RunConfig, vocab: int, *, train_tokens: int) -> tuple[RunConfig, Any, Plan]:
+def _lay_out(
+    config: RunConfig, vocab: int, *, train_tokens: int, hosted: int | None = None
+) -> tuple[RunConfig, Any, Plan]:
     """Resolved config, network without weights, figures."""
     config = resolve_hardware(config, vocab_size=vocab)
     meta = models.meta_model(config, vocab)
@@ -121,6 +127,6 @@ def _lay_out(config: RunConfig, vocab: int, *, train_tokens: int) -> tuple[RunCo
         trainable = {name: p for name, p in meta.named_parameters() if p.requires_grad}
         build_outer(trainable, config=config, roles=roles(meta), transposed=transposed(meta))
     steps = budget_steps(config, sum(p.numel() for p in meta.parameters()))
-    plan = make_plan(config, meta, steps=steps, train_tokens=train_tokens)
+    plan = make_plan(config, meta, steps=steps, train_tokens=train_tokens, hosted=hosted)
     config, plan = place_states(config, plan, meta, train_tokens=train_tokens)
     return config, meta, plan

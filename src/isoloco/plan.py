@@ -27,8 +27,9 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "R
 
 @dataclass(frozen=True)
 class Plan:
-    """Figures of a run. Bytes are per worker unless they say otherwise."""
+    """Figures of a run. Bytes are per worker unless they say otherwise; memory is that of one process."""
 
+    hosted: int  # workers that one process trains
     parameters: int
     trainable: int
     matrices: int
@@ -156,8 +157,12 @@ def check_data(config: RunConfig, data: Data, *, tokens: int) -> None:
         )
 
 
-def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int) -> Plan:
-    """Figures for a built model (its parameters may lie on the meta device)."""
+def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int, hosted: int | None = None) -> Plan:
+    """Figures for a built model (its parameters may lie on the meta device).
+
+    Args:
+        hosted: workers that one process trains, in turn; all of them where it is not given.
+    """
     from .roles import roles
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -170,10 +175,11 @@ def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int) -
     adam = 8 * trainable if config.outer.optimizer == "adamw" else 0
     # live model and gradient; anchor, sum of deltas and outer state where there is an outer step
     workers = 1 if config.is_dp else config.workers
-    held = 8 * trainable + (1 if config.compute.worker_state == "disk" else workers) * state_bytes
+    hosted = workers if hosted is None else hosted
+    held = 8 * trainable + (1 if config.compute.worker_state == "disk" else hosted) * state_bytes
     if not config.is_dp:
         held += 8 * trainable + momentum + adam
-        held += _delta_copies(config) * 4 * trainable
+        held += _delta_copies(config, hosted) * 4 * trainable
     rounds = -(-steps // config.sync_every)
     per_element = WIRE_BYTES[config.comm.wire] if not config.is_dp else 4.0
     channels = 1 if config.workers > 1 else 0
@@ -185,6 +191,7 @@ def make_plan(config: RunConfig, model: Any, *, steps: int, train_tokens: int) -
         else int(8 * trainable * share) * config.sync_every
     )
     return Plan(
+        hosted=hosted,
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=trainable,
         matrices=sum(1 for name, p in named.items() if p.ndim == 2),
@@ -207,7 +214,7 @@ def place_states(config: RunConfig, plan: Plan, model: Any, *, train_tokens: int
     def placed(where: str) -> RunConfig:
         return replace(config, compute=replace(config.compute, worker_state=where))
 
-    away = make_plan(placed("disk"), model, steps=plan.steps, train_tokens=train_tokens)
+    away = make_plan(placed("disk"), model, steps=plan.steps, train_tokens=train_tokens, hosted=plan.hosted)
     device_bytes, host_bytes = _memory_bytes(config.compute.device)
     where = place_of(plan.memory_bytes, away.memory_bytes, device_bytes=device_bytes, host_bytes=host_bytes)
     return placed(where), away if where == "disk" else plan
@@ -228,24 +235,33 @@ def place_of(here: int, away: int, *, device_bytes: int, host_bytes: int | None)
 
 
 def _memory_bytes(device: str) -> tuple[int, int | None]:
-    """Memory of the device, and of the host where that is another one; without limit where nobody can tell."""
+    """What a process may have of the device, and of the host where that is another one.
+
+    The processes of a launch share the host's memory; without limit where nobody can tell.
+    """
     import torch
 
     try:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on this system
         host = sys.maxsize
+    host //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.device(device).type == "cpu":
         return host, None
     return torch.cuda.get_device_properties(device).total_memory, host
 
 
-def _delta_copies(config: RunConfig) -> int:
-    """Deltas held at once beyond the running sum: all of them for a joint rule, four channels for ties."""
+def _delta_copies(config: RunConfig, hosted: int) -> int:
+    """Deltas held at once beyond the running sum: one of each worker for a joint rule, four channels for ties.
+
+    An owner has all workers' deltas of its share, which is as much as the deltas of its own workers.
+    """
     from .rules import bind_reduce
 
     reduce = bind_reduce(str(config.reduce.name), config.reduce.options)
-    return max(0, reduce.channels - 1) if reduce.additive else config.workers - 1
+    if reduce.additive:
+        return max(0, reduce.channels - 1)
+    return hosted - 1 if hosted == config.workers else hosted
 
 
 def _activation_bytes(config: RunConfig, model: Any) -> int:
@@ -282,7 +298,7 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path | str) -> list
         ("budget", f"{plan.tokens:,} tokens, {rounds}"),
         ("data", str(read)),
         ("compute", f"{compute.device}, {compute.precision}, {compute.threads} of {os.cpu_count()} threads"),
-        ("memory", f"about {size(plan.memory_bytes)} predicted{_waiting(config)}"),
+        ("memory", f"about {size(plan.memory_bytes)} predicted{_waiting(config, plan)}"),
         ("checkpoint", f"{size(plan.checkpoint_bytes)} each"),
     ]
     if config.workers > 1:
@@ -291,9 +307,11 @@ def header_rows(config: RunConfig, plan: Plan, *, data_path: Path | str) -> list
     return rows
 
 
-def _waiting(config: RunConfig) -> str:
+def _waiting(config: RunConfig, plan: Plan) -> str:
+    """Whose memory it is where that of one process is not all, and where states wait for their turn."""
+    told = "" if plan.hosted == config.workers or config.is_dp else f" for each process, which trains {plan.hosted}"
     where = {"host": "in host memory", "disk": "on disk"}.get(config.compute.worker_state)
-    return f"; {config.workers - 1} workers' states wait {where}" if where and config.workers > 1 else ""
+    return told + (f"; {plan.hosted - 1} workers' states wait {where}" if where and plan.hosted > 1 else "")
 
 
 def training_rows(training: Round) -> list[tuple[str, str]]:

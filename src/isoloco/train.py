@@ -111,7 +111,8 @@ def start(
     if resume is None:
         comm.from_leader(lambda: check_place(config))
     comm.from_leader(lambda: get_ready(config))  # one process prepares the data that all read
-    prepared = comm.together(lambda: prepare_run(config))
+    hosted = 1 if config.is_dp else len(comm.hosted(config.workers))
+    prepared = comm.together(lambda: prepare_run(config, hosted=hosted))
     sources = origins(config, prepared.config, sources)
     resumed = None
     if resume == "auto":
