@@ -4,14 +4,18 @@ import csv
 import io
 import re
 import struct
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from isoloco import report_plots
 from isoloco.cli import main
 from isoloco.config import to_dict
 from isoloco.report import csv_text, entries, html_table, latex, markdown, pivot_of, read_rows, table_of
+from isoloco.report_html import build_page
+from isoloco.report_plots import Picture, draw, pictures
 from isoloco.rundir import RunDir
 from isoloco.study_board import Board
 from isoloco.study_file import load
@@ -198,12 +202,45 @@ def test_the_page_of_a_study_stands_alone(board, tmp_path):
         "sensitivity.png", "spectra.png",
     ]  # fmt: skip
     text = check_page(tmp_path / "made" / "index.html", len(drawn))
-    assert "Losses &amp; workers" in text
+    assert text.count("Losses &amp; workers") == 2  # title and heading, not above the table once more
     for name in drawn:
         data = (tmp_path / "made" / name).read_bytes()
         width, height = struct.unpack(">II", data[16:24])
         assert width > 600
         assert height > 400
+
+
+def test_panels_side_by_side_are_scrolled_on_a_phone(tmp_path):
+    one = Picture(draw(tmp_path / "one.png", lambda axes: None), "A picture.")
+    three = Picture(draw(tmp_path / "three.png", lambda axes: None, size=(15.0, 4.6), panels=3), "Three of them.")
+    text = build_page("Page", [], [], [one, three], [])
+    assert re.findall(r"<div class=scroll><img( class=panels)? alt=\"(.*?)\"", text) == [
+        ("", one.alt), (" class=panels", three.alt),
+    ]  # fmt: skip
+
+
+def test_a_cell_looks_the_same_in_every_picture(board, tmp_path, monkeypatch):
+    figures = {}
+
+    def keep(figure, path: Path) -> Path:
+        figures[path.stem] = {
+            line.get_label(): (line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines
+        }
+        return path
+
+    def first_sends_nothing(entry, runs):
+        return replace(measured(entry, runs), **{"bytes_per_token": 0.0} if entry.label == "dp" else {})
+
+    measured = report_plots._mean_curve
+    monkeypatch.setattr(report_plots, "_mean_curve", first_sends_nothing)
+    monkeypatch.setattr("isoloco.plots.save", keep)
+    pictures(board.study, read_rows(board.root / "rows.csv"), board.root / "runs", tmp_path)
+    everyone = figures["loss-tokens"]
+    assert len(set(everyone.values())) == len(everyone)
+    for name in ("loss-bytes", "loss-time"):
+        assert figures[name].items() <= everyone.items()
+        assert len(figures[name]) > 1
+    assert everyone.keys() - figures["loss-bytes"].keys() == {"dp"}
 
 
 def test_runs_are_compared(board, tmp_path, capsys):

@@ -206,13 +206,15 @@ def _escaped(text: str) -> str:
 
 
 def html_table(table: Table) -> str:
-    head = "".join(f"<th scope=col>{html.escape(text)}</th>" for text in table.head)
+    words = [" class=words" * (text == "settings") for text in table.head]
+    head = "".join(
+        f"<th scope=col{kind}>{html.escape(text)}</th>" for kind, text in zip(words, table.head, strict=True)
+    )
     body = ""
     for i, row in enumerate(table.body):
         texts = [html.escape(text) for text in row]
         cells = "".join(
-            f"<td{' class=words' * (table.head[j] == 'settings')}>{f'<b>{t}</b>' if (i, j) in table.bold else t}</td>"
-            for j, t in enumerate(texts[1:], 1)
+            f"<td{words[j]}>{f'<b>{t}</b>' if (i, j) in table.bold else t}</td>" for j, t in enumerate(texts[1:], 1)
         )
         body += f"<tr><th scope=row><code>{texts[0]}</code></th>{cells}</tr>\n"
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"

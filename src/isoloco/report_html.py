@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import struct
 import tempfile
 from pathlib import Path
 
@@ -18,8 +19,14 @@ body { margin: 0 auto; max-width: 62rem; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, .words { text-align: left; } thead th { border-bottom: 2px solid #555; }
-figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; }
+th:first-child, .words { text-align: left; }
+th:first-child { position: sticky; left: 0; background: #fff; }
+thead th { border-bottom: 2px solid #555; }
+figure { margin: 1.5rem 0; } img { max-width: min(100%, 48rem); height: auto; }
+.panels { max-width: none; width: max(100%, 58rem); }
+@media (max-width: 40rem) {
+  table { font-size: .8rem; } th, td { padding: .25rem .35rem; } .words { white-space: normal; min-width: 6rem; }
+}
 figcaption, .note { color: #555; font-size: .85rem; }
 code, pre { font-size: .9em; } pre { overflow-x: auto; background: #f5f5f5; padding: .6rem; }
 """
@@ -29,13 +36,16 @@ def build_page(title: str, notes: list[str], tables: list[Table], drawn: list[Pi
     """HTML that refers to nothing outside itself. Each picture's words are its alternative text and its caption."""
     parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p class=note>{html.escape(note)}</p>" for note in notes)]
     for table in tables:
-        parts.append(f"<h2>{html.escape(table.caption)}</h2><div class=scroll>{html_table(table)}</div>")
+        if table.caption != title:
+            parts.append(f"<h2>{html.escape(table.caption)}</h2>")
+        parts.append(f"<div class=scroll>{html_table(table)}</div>")
     for picture in drawn:
-        data = base64.b64encode(picture.path.read_bytes()).decode()
+        data = picture.path.read_bytes()
+        width, height = struct.unpack(">II", data[16:24])  # of the PNG's header
+        kind = " class=panels" if width > 2 * height else ""  # several side by side: scrolled where they do not fit
         alt = html.escape(picture.alt, quote=True)
-        parts.append(
-            f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"><figcaption>{alt}</figcaption></figure>'
-        )
+        image = f'<img{kind} alt="{alt}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        parts.append(f"<figure><div class=scroll>{image}</div><figcaption>{alt}</figcaption></figure>")
     if commands:
         parts.append(f"<h2>Made by</h2><pre>{html.escape(chr(10).join(commands))}</pre>")
     return (
@@ -75,11 +85,12 @@ def _drawn(board: Board, rows: list[dict[str, str]], out: Path, bandwidth: str) 
 def _page(board: Board, rows: list[dict[str, str]], drawn: list[Picture], command: str) -> str:
     study = board.study
     reports, trials = (len({row["run"] for row in rows if row["kind"] == kind}) for kind in ("report", "trial"))
+    seeds = f"the seed{'s' * (len(study.seeds) > 1)} {', '.join(map(str, study.seeds))}"
     notes = [
-        f"Study {study.name}: {reports} runs over the seeds {', '.join(map(str, study.seeds))}, {trials} trials of the "
-        f"search. Losses are nats per token on held-out text, "
+        f"Study {study.name}: {reports} runs with {seeds}{f' and {trials} trials of the search' * (trials > 0)}. "
+        f"Losses are nats per token on held-out text, "
         f"{'the lowest' if study.metric.endswith('best') else 'the last'} of each run; spread: largest minus smallest "
-        "over the seeds; *: the optimum lies at the edge of what was tried."
+        f"over the seeds{'; *: the optimum lies at the edge of what was tried' * (trials > 0)}."
     ]
     if any(cell.paper is not None for cell in study.cells):
         notes.append("In brackets or in the column paper (open circles in pictures): what the paper reports.")

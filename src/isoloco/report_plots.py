@@ -31,6 +31,7 @@ class Picture:
 
 
 Curve = tuple[list[float], list[float]]
+Looks = dict[str, dict[str, Any]]  # colour and dashes of a name
 
 
 def pictures(
@@ -52,7 +53,8 @@ def pictures(
         speed = statistics.median(curve.tokens_per_s for curve in wired.values())
         link = link_flags(["--bandwidth", bandwidth, "--tokens-per-second", f"{speed:.0f}"])[1]
         assert link is not None
-        drawn += [_bytes(wired, out), _time(wired, link, bandwidth, out)]
+        looks = {label: _look(i) for i, label in enumerate(read)}  # one for a cell, also where others are left out
+        drawn += [_bytes(wired, looks, out), _time(wired, looks, link, bandwidth, out)]
     return [picture for picture in drawn if picture]
 
 
@@ -100,7 +102,7 @@ def _what(read: dict[str, _Run]) -> str:
     return names.pop() if len(names) == 1 else "loss"
 
 
-def draw(path: Path, fill: Callable[[Any], None], *, size: tuple[float, float] = (8.0, 5.0), panels: int = 1) -> Path:
+def draw(path: Path, fill: Callable[[Any], None], *, size: tuple[float, float] = (7.0, 4.6), panels: int = 1) -> Path:
     """A figure in our style; ``fill`` gets its axes, a list where there are several."""
     from matplotlib.figure import Figure
 
@@ -112,10 +114,18 @@ def draw(path: Path, fill: Callable[[Any], None], *, size: tuple[float, float] =
         return plots.save(figure, path)
 
 
-def draw_curves(axes: Any, curves: dict[str, Curve], *, xlabel: str, ylabel: str, marker: str | None = None) -> None:
-    """A line for each curve, and a legend; colours first, then dashes."""
+def draw_curves(
+    axes: Any,
+    curves: dict[str, Curve],
+    *,
+    xlabel: str,
+    ylabel: str,
+    marker: str | None = None,
+    looks: Looks | None = None,
+) -> None:
+    """A line for each curve, and a legend; colours first, then dashes, or the ``looks`` of the curves' names."""
     for i, (label, (x, y)) in enumerate(curves.items()):
-        axes.plot(x, y, label=label, marker=marker, **_look(i))
+        axes.plot(x, y, label=label, marker=marker, **(looks[label] if looks else _look(i)))
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if len(curves) <= 8:
         axes.legend(loc="best")
@@ -126,7 +136,7 @@ def draw_curves(axes: Any, curves: dict[str, Curve], *, xlabel: str, ylabel: str
 def _fit(axes: Any, curves: dict[str, Curve]) -> None:
     """From zero; logarithmic where one curve is far longer than another."""
     ends = [x[-1] for x, _ in curves.values()]
-    if max(ends) > 20 * min(ends):
+    if max(ends) > 8 * min(ends):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
     else:
@@ -288,22 +298,28 @@ def _draw_spectra(entry: Entry, records: list[dict[str, Any]], out: Path) -> Pic
     return Picture(path, f"{told}; matrices {', '.join(names)}.")
 
 
-def _bytes(read: dict[str, _Run], out: Path) -> Picture:
+def _bytes(read: dict[str, _Run], looks: Looks, out: Path) -> Picture:
     wired = [(label, run, run.bytes_per_token) for label, run in read.items() if run.bytes_per_token]
     most = max(run.loss[0][-1] * each for _, run, each in wired)
     unit, word = (1e9, "GB") if most >= 1e10 else (1e6, "MB")
     curves = {label: ([x * each / unit for x in run.loss[0]], run.loss[1]) for label, run, each in wired}
 
     def fill(axes: Any) -> None:
-        draw_curves(axes, curves, xlabel=f"sent by each worker ({word})", ylabel=f"{_what(read)} (nats per token)")
+        ylabel = f"{_what(read)} (nats per token)"
+        draw_curves(axes, curves, xlabel=f"sent by each worker ({word})", ylabel=ylabel, looks=looks)
         axes.set_title("Loss against bytes")
         _fit(axes, curves)
 
-    told = ", ".join(f"{label} sends {x[-1]:.3g} {word}" for label, (x, _) in curves.items())
+    told = ", ".join(f"{label} sends {_short(x[-1])} {word}" for label, (x, _) in curves.items())
     return Picture(draw(out / "loss-bytes.png", fill), f"Loss against the bytes that a worker sends: {told}.")
 
 
-def _time(read: dict[str, _Run], link: Link, bandwidth: str, out: Path) -> Picture:
+def _short(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time(read: dict[str, _Run], looks: Looks, link: Link, bandwidth: str, out: Path) -> Picture:
     def seconds(tokens: float, run: _Run) -> float:
         return tokens / link.tokens_per_s + link.seconds(tokens * (run.bytes_per_token or 0.0), 0)
 
@@ -313,9 +329,9 @@ def _time(read: dict[str, _Run], link: Link, bandwidth: str, out: Path) -> Pictu
 
     def fill(axes: Any) -> None:
         xlabel = f"estimated {word} at {bandwidth}/s and {link.tokens_per_s:,.0f} tokens/s of computing"
-        draw_curves(axes, curves, xlabel=xlabel, ylabel=f"{_what(read)} (nats per token)")
+        draw_curves(axes, curves, xlabel=xlabel, ylabel=f"{_what(read)} (nats per token)", looks=looks)
         axes.set_title("Loss against estimated time on a slow link")
         _fit(axes, curves)
 
-    told = ", ".join(f"{label} takes {x[-1]:.3g} {word}" for label, (x, _) in curves.items())
+    told = ", ".join(f"{label} takes {_short(x[-1])} {word}" for label, (x, _) in curves.items())
     return Picture(draw(out / "loss-time.png", fill), f"Loss against estimated wall time at {bandwidth}/s: {told}.")

@@ -51,7 +51,7 @@ def study_command(argv: list[str], parser: argparse.ArgumentParser) -> int:
     board = Board(replace(study, seeds=args.seeds) if args.seeds else study, args.root)
     rows = Path(args.csv) if args.csv else board.root / "rows.csv"
     words = [args.study, *(["--scale", args.scale] if args.scale else [])]
-    words += [*(["--root", args.root] if args.root != "studies" else [])]
+    words += [*(["--root", args.root] if args.root != "studies" else []), *(["--csv", args.csv] if args.csv else [])]
     command = shlex.join(["isoloco", "study", "run", *words])
     if args.action == "run":
         return _run(board, args, rows, command)
