@@ -56,7 +56,7 @@ def slope(points: Sequence[tuple[int, float]]) -> float:
 def run(*, toy: bool) -> tuple[list[dict[str, Any]], list[Bar]]:
     rows: list[dict[str, Any]] = []
     found: dict[str, float] = {}
-    for state in ("device", "disk"):
+    for state in ("disk",) if toy else ("device", "disk"):
         points = []
         for workers in WORKERS[:2] if toy else WORKERS:
             each = measure(workers, state, preset="tiny" if toy else "21m")
@@ -67,15 +67,16 @@ def run(*, toy: bool) -> tuple[list[dict[str, Any]], list[Bar]]:
             })  # fmt: skip
         found[state] = slope(points)
     told = f"bytes per parameter and worker (the authors' code: {AUTHORS_BYTES})"
-    return rows, [
-        Bar(what=f"at most 8.5 {told}", measured=f"{found['device']:.2f}", passed=found["device"] <= 8.5),
-        Bar(what="at most 0.5 with state on disk", measured=f"{found['disk']:.2f}", passed=found["disk"] <= 0.5),
-    ]
+    bars = [Bar(what="at most 0.5 with state on disk", measured=f"{found['disk']:.2f}", passed=found["disk"] <= 0.5)]
+    if not toy:
+        device = found["device"]
+        bars.insert(0, Bar(what=f"at most 8.5 {told}", measured=f"{device:.2f}", passed=device <= 8.5))
+    return rows, bars
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--toy", action="store_true", help="a 1.3 M parameter model, one and two workers")
+    parser.add_argument("--toy", action="store_true", help="a 1.3 M parameter model, states on disk")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (%(default)s)")
     args = parser.parse_args(argv)
     rows, bars = run(toy=args.toy)

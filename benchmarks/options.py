@@ -57,7 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TOY_VARIANTS = ("plain", *list(VARIANTS)[-2:])
 
 
-def member(options: dict[str, Any], *, preset: str) -> dict[str, float]:
+def member(options: dict[str, Any], *, preset: str, steps: int = STEPS) -> dict[str, float]:
     """In a process of its own: the figures of one row."""
     vocabulary, fused = options.pop("vocabulary", SMALL), options.pop("fused", True)
     profile = options.pop("profile", False)
@@ -103,14 +103,14 @@ def member(options: dict[str, Any], *, preset: str) -> dict[str, float]:
         training.run(state, steps=1)
         marks.clear()
         with traced(place / "trace.json.gz") if profile else nullcontext():
-            training.run(state, steps=STEPS)
+            training.run(state, steps=steps)
         training.shelf.close()
     pairs = list(itertools.pairwise(marks))
-    steps = [(b[1] - a[1], b[2] - a[2]) for a, b in pairs if a[0] == "begin" and b[0] == "inner"]
+    taken = [(b[1] - a[1], b[2] - a[2]) for a, b in pairs if a[0] == "begin" and b[0] == "inner"]
     # from the start of a turn to its first step, and from its last step to the next turn or the reduction
     beside = [b[1] - a[1] for a, b in pairs if a[0] == "turn" or b[0] in ("turn", "reduce")]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    wall_s, cpu_s = (statistics.median(each) for each in zip(*steps, strict=True))
+    wall_s, cpu_s = (statistics.median(each) for each in zip(*taken, strict=True))
     return {"step_s": wall_s, "step_cpu_s": cpu_s, "turn_s": sum(beside) / WORKERS, "peak": peak}
 
 
@@ -122,6 +122,7 @@ def run(*, toy: bool) -> tuple[list[dict[str, Any]], list[Bar]]:
         if toy and name not in TOY_VARIANTS:
             continue
         command = [sys.executable, "-m", "benchmarks.options", "--member", json.dumps(options), preset]
+        command += ["--toy"] * toy
         done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         if name == "plain" or name.endswith("kernel plain"):
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.member:
-        print(json.dumps(member(json.loads(args.member[0]), preset=args.member[1])))
+        print(json.dumps(member(json.loads(args.member[0]), preset=args.member[1], steps=1 if args.toy else STEPS)))
         return 0
     rows, bars = run(toy=args.toy)
     return report("options", rows, bars, out=args.out or (None if args.toy else RESULTS))
