@@ -145,7 +145,7 @@ LIGHT = [
     ("study run table2 --scale 512", "study table2: unknown scale '512'; nearest: 512m"),
     ("study status quickstart --scale mini", "study quickstart has one scale only: leave --scale mini out"),
     ("study run quickstart --seeds a,b", "takes whole numbers such as 42,43,44, got 'a,b'"),
-    ("study report quickstart --csv none.csv", "no rows at none.csv: isoloco study run quickstart makes them"),
+    ("study report quickstart --csv none.csv", "no rows at none.csv: isoloco study run quickstart --csv"),
     ("compare none", "none is no run directory"),
     ("study run quickstart --jobs 0", "takes a whole number of at least 1, got '0'"),
     ("study run key.yaml", "key.yaml: unknown key 'cell'; nearest: cells"),

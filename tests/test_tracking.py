@@ -319,9 +319,10 @@ def test_tensorboard_goes_on_in_the_same_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the package wandb is not installed")
+def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # it reads the environment once in a process, and another test may have been first
     conf = from_flat(
         {"out_dir": str(tmp_path / "r"), "workers": W, "sync_every": H, "global_batch_size": 4, "log.wandb": "p"}
     )
@@ -332,5 +333,6 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     with tracker(RunDir.open(run_dir.path), conf, quiet=True, resume=True) as t:
         t.truncate(H)
         play(t, first=2)
+    assert "was lost" not in capsys.readouterr().err
     ids = {path.name.rsplit("-", 1)[1] for path in Path(run_dir.path, "wandb").glob("offline-run-*")}
     assert ids == {RunDir.open(run_dir.path).manifest["wandb_id"]}

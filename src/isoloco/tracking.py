@@ -222,7 +222,7 @@ class Tracker:
         """
         kept = read_metrics(self.run_dir.path)
         kept = kept[:records] if records is not None else [r for r in kept if r.get("step", 0) <= step]
-        if lost := (records or 0) - len(kept):
+        if records is not None and (lost := records - len(kept)):
             self.warn(f"metrics.jsonl was lost: the run goes on without its {lost} records up to here")
         for sink in self._sinks:
             sink.purge(step)
