@@ -17,7 +17,6 @@ from isoloco.model import build, meta_model
 from isoloco.plan import (
     Plan,
     _activation_bytes,
-    _memory_bytes,
     budget_steps,
     check_data,
     header_rows,
@@ -221,12 +220,6 @@ def test_a_process_is_told_the_memory_of_its_own_workers(make, method):
     told = [dict(header_rows(config, plan, data_path="data"))["memory"] for plan in plans]
     assert told[1].endswith(" predicted for each process, which trains 2")
     assert told[3].endswith(" predicted")
-
-
-def test_processes_of_a_host_share_its_memory(monkeypatch):
-    alone, none = _memory_bytes("cpu")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert (_memory_bytes("cpu"), none) == ((alone // 4, None), None)
 
 
 @pytest.mark.parametrize("where", ["device", "disk"])

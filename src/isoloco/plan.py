@@ -235,17 +235,13 @@ def place_of(here: int, away: int, *, device_bytes: int, host_bytes: int | None)
 
 
 def _memory_bytes(device: str) -> tuple[int, int | None]:
-    """What a process may have of the device, and of the host where that is another one.
-
-    The processes of a launch share the host's memory; without limit where nobody can tell.
-    """
+    """Memory of the device, and of the host where that is another one; without limit where nobody can tell."""
     import torch
 
     try:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on this system
         host = sys.maxsize
-    host //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.device(device).type == "cpu":
         return host, None
     return torch.cuda.get_device_properties(device).total_memory, host
